@@ -67,7 +67,7 @@ Tensor IdTableImpl::forward(const Tensor& ids) { return is_training() ? std::get
 
 std::tuple<Tensor, Tensor> IdTableImpl::insert(const Tensor& ids) {
   static const auto op = find_op<decltype(id_table_insert_)>("xsoftmax::id_table_insert_");
-  const std::lock_guard guard(mutex_);
+  const std::lock_guard<std::recursive_mutex> guard(mutex_);
   for (const auto& reset : attached_) { // what has another size by now says so before anything changes
     reset(at::empty({0}, at::kLong));
   }

@@ -37,10 +37,10 @@ MeanShares mean_shares(const CandidateBatch& batch) {
   return {total.reciprocal(), weight / total.unsqueeze(1)};
 }
 
-// -log of the softmax over {target} and the weighted candidates. Label smoothing e: (1 - e) times that, and e times
-// (log normaliser - mean score), the mean over all classes estimated with the same weights.
 Tensor softmax_normalizer(const CandidateBatch& batch) { return at::logsumexp(at::cat({batch.target.unsqueeze(1), batch.adjusted}, 1), 1); }
 
+// -log of the softmax over {target} and the weighted candidates. Label smoothing e: (1 - e) times that, and e times
+// (log normaliser - mean score), the mean over all classes estimated with the same weights.
 Tensor softmax_loss(const CandidateBatch& batch) {
   const Tensor normalizer = softmax_normalizer(batch);
   if (batch.label_smoothing == 0) {
@@ -124,8 +124,9 @@ EstimatorGradient blackout_gradient(const CandidateBatch& batch) {
   return {gradient.select(1, 0) - 1, gradient.narrow(1, 1, batch.adjusted.size(1))};
 }
 
-// The normaliser estimated from the draws alone, hits among them (Bengio and Senecal, 2003).
 Tensor importance_of_sum(const Tensor& target, const Tensor& log_sum) { return at::where(log_sum.isneginf(), 0.0, log_sum - target); }
+
+// The normaliser estimated from the draws alone, hits among them (Bengio and Senecal, 2003).
 Tensor importance_normalizer(const CandidateBatch& batch) {
   const Tensor normalizer = at::logsumexp(batch.adjusted, 1);
   return at::where(normalizer.isneginf(), 0.0, normalizer);

@@ -173,6 +173,7 @@ Tensor LinearLossImpl::log_prob(const Tensor& input, const std::optional<Tensor>
 }
 
 Tensor LinearLossImpl::entropy(const Tensor& input) {
+  check_table(input);
   settle();
   return linear_entropy(input, linear->weight, optional(linear->bias), logit_options());
 }

@@ -24,7 +24,7 @@ using at::Tensor;
 
 constexpr int64_t kQueriesPerTask = 16;
 
-// What the blocks of one group have shown of each query.
+// Running softmax sums of one group of blocks, for each query.
 template <typename A>
 struct GroupTerms {
   std::vector<A> max, sum, weighted;

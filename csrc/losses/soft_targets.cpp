@@ -37,7 +37,7 @@ Tensor reduced(const char* op, const Tensor& loss, const Tensor& target, const R
   }
 }
 
-// What entries [Q, T] of known ids count, in `dtype`.
+// Returns probability times class weight of each entry [Q, T], in `dtype`.
 Tensor shares_of(const Tensor& prob, const Tensor& ids, const OptionalTensor& class_weight, at::ScalarType dtype) {
   const Tensor shares = prob.detach().to(dtype);
   if (!given(class_weight)) {
@@ -65,7 +65,7 @@ std::tuple<Tensor, Tensor> joined(const Tensor& target, const Tensor& prob, int6
 } // namespace
 
 Tensor soft_targets(const char* op, const Tensor& input, const Tensor& target, const Tensor& target_prob, int64_t ignore_index) {
-  TORCH_CHECK_VALUE(target.dim() == input.dim() && target.dim() >= 1, op, ": expected target of shape [*, T] beside target_prob and input of shape ",
+  TORCH_CHECK_VALUE(target.dim() == input.dim() && target.dim() >= 1, op, ": expected target of shape [*, T] with target_prob and input of shape ",
                     input.sym_sizes(), ", got ", target.sym_sizes());
   TORCH_CHECK_VALUE(target_prob.sym_sizes() == target.sym_sizes(), op, ": expected target_prob of the shape of target, ", target.sym_sizes(), ", got ",
                     target_prob.sym_sizes());
@@ -78,7 +78,7 @@ Tensor soft_targets(const char* op, const Tensor& input, const Tensor& target, c
 
 Tensor linear_soft_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Tensor& target_prob,
                         const OptionalTensor& class_weight, const CrossEntropyOptions& options) {
-  TORCH_CHECK_VALUE(options.label_smoothing == 0, kExact, ": expected label_smoothing of 0 beside target_prob, got ", options.label_smoothing);
+  TORCH_CHECK_VALUE(options.label_smoothing == 0, kExact, ": expected label_smoothing of 0 with target_prob, got ", options.label_smoothing);
   check_logits(kExact, options);
   check_z_loss(kExact, options.z_loss);
   const Tensor listed = soft_targets(kExact, input, target, target_prob, options.ignore_index);
@@ -97,9 +97,9 @@ Tensor linear_soft_loss(const Tensor& input, const Tensor& weight, const Optiona
 
 Tensor sampled_soft_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Tensor& target_prob,
                          const Proposal& sets, const SampledSoftmaxOptions& given_options, const OptionalTensor& class_weight, const OptionalTensor& log_z) {
-  TORCH_CHECK_VALUE(given_options.estimator == "sampled_softmax", kSampled, ": expected estimator \"sampled_softmax\" beside target_prob, got \"",
+  TORCH_CHECK_VALUE(given_options.estimator == "sampled_softmax", kSampled, ": expected estimator \"sampled_softmax\" with target_prob, got \"",
                     given_options.estimator, "\"");
-  TORCH_CHECK_VALUE(given_options.label_smoothing == 0, kSampled, ": expected label_smoothing of 0 beside target_prob, got ", given_options.label_smoothing);
+  TORCH_CHECK_VALUE(given_options.label_smoothing == 0, kSampled, ": expected label_smoothing of 0 with target_prob, got ", given_options.label_smoothing);
   SampledSoftmaxOptions options = given_options;
   options.positives = "sum"; // the classes listed as one, whose loss gives the normaliser
   options.z_loss = 0;        // added below
@@ -119,7 +119,7 @@ Tensor sampled_soft_loss(const Tensor& input, const Tensor& weight, const Option
       set.target_log_count = set.target_log_count.unsqueeze(1);
     }
   }
-  const auto [positives, prob] = joined(rows, target_prob.reshape_symint(rows.sym_sizes()).detach(), options.ignore_index);
+  const auto [positives, prob] = joined(rows, target_prob.reshape_symint(rows.sym_sizes()).detach().to(opmath_dtype(weight.scalar_type())), options.ignore_index);
   const auto [loss, scores, score] = losses_of_positives(input, weight, bias, positives, of_listed, options, log_z);
   const Tensor shares = shares_of(prob, positives.clamp_min(0), class_weight, scores.scalar_type());
   const Tensor each = with_z_loss(loss + (score - scores), loss + score, given_options.z_loss);

@@ -52,7 +52,7 @@ class Rows {
       }
       bool all = true;
       std::vector<Column> sorted;
-      for (int64_t row = begin; row < end; ++row) { // finds the row, or that scores may stand so
+      for (int64_t row = begin; row < end; ++row) { // names the bad row, or accepts unsorted scores
         all &= check_row(row, sorted);
       }
       if (!all) {

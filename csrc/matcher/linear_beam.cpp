@@ -78,7 +78,7 @@ void BeamLayer::score(int64_t parent, const Queries& queries, int64_t query, flo
 
 void BeamWorkspace::search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias, const BeamOptions& options,
                            std::span<const std::vector<bool>> allowed, int64_t* leaf, float* score, int64_t* found) {
-  float start = 1.0f; // what leaves the first layer's values as they are
+  float start = 1.0f; // neutral element of the combiner
   if (options.combiner == ScoreCombiner::Add) {
     start = 0.0f;
   } else if (options.combiner == ScoreCombiner::LogAdd) {

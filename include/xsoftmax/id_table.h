@@ -63,7 +63,7 @@ class IdTableImpl : public torch::nn::Module {
   std::vector<torch::Tensor> state() const { return {slots, row_ids, seen, victims, counters}; }
 
   std::string options_;
-  std::mutex mutex_; ///< of a batch and the resets that belong to it
+  std::recursive_mutex mutex_; ///< of a batch and the resets that belong to it
   std::vector<std::function<void(const torch::Tensor&)>> attached_; ///< called with the rows that start anew
   torch::Tensor pending_ = torch::empty({0}, torch::kLong);         ///< rows that an error kept from it
 };

@@ -50,7 +50,7 @@ def check_tensor(owner: str, argument: str, value: Any) -> None:
 
 
 def check_generator(owner: str, generator: Any) -> None:
-    """Checks what stands in the place of a generator: a tensor there is meant as something else."""
+    """Raises TypeError unless ``generator`` is a torch.Generator or None; for a tensor, says which argument it may be."""
     if generator is not None and not isinstance(generator, torch.Generator):
         hint = (": class weights are an argument of the constructor, weight=..., and other tensors "
                 "are passed by name" if isinstance(generator, Tensor) else "")

@@ -117,7 +117,7 @@ def _check_gradients(optimizer: torch.optim.Optimizer, stepped: List[Tuple[Dict[
 
 
 def _refuse_row_state(optimizer: torch.optim.Optimizer) -> None:
-    """torch.optim loads any state: that of rows, which it would step as if they owed nothing, and that of other steps."""
+    """Raises where an optimizer of torch.optim has loaded the state of a row optimizer, or of other steps."""
     if row_optimizer(type(optimizer)) is None:
         return
     name = type(optimizer).__name__

@@ -57,7 +57,7 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
     name = "linear_cross_entropy"
     check_reduction(name, reduction)
     check_tensor(name, "weight", weight)
-    _check_tensors(name, input=input, target=target, bias=bias, class_weight=class_weight)
+    _check_tensors(name, input=input, target=target, bias=bias, class_weight=class_weight, target_prob=target_prob)
     if weight.dim() != 2:
         raise ValueError(f"{name}: expected weight of shape [N, D], got {list(weight.shape)}")
     queries = flat_queries(name, weight.size(1), input, target, several=target_prob is not None)
@@ -159,11 +159,9 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
         IndexError: a target is not in [0, N) and not ignore_index, or an id is not in [0, N) (checked on the CPU).
         RuntimeError: a call inside ``torch.func.vmap``.
     """
-    _check_tensors("sampled_softmax_loss", input=input, weight=weight, target=target, bias=bias, class_weight=class_weight, log_z=log_z)
-    if "softcap" in options and not options["softcap"]:
-        if options["softcap"] is not None:  # no cap to the operator, which checks all else
-            raise ValueError(f"sampled_softmax_loss: expected softcap as a finite number above 0, or None, got {options['softcap']}")
-        del options["softcap"]
+    _check_tensors("sampled_softmax_loss", input=input, weight=weight, target=target, bias=bias, class_weight=class_weight, log_z=log_z,
+                   target_prob=target_prob)
+    options.update(_logit_options("sampled_softmax_loss", options.pop("logit_scale", 1.0), options.pop("softcap", None)))
     return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, option_text(**options),
                                                    target_prob)
 

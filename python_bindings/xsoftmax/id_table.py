@@ -116,7 +116,7 @@ class IdTable(Module):
             for table, _ in self._attached:
                 self._check_attached(table)
             rows, evicted = torch.ops.xsoftmax.id_table_insert_(self._given("ids", ids), self._state(), self.options)
-            evicted = evicted[:int(self.counters[8])]  # how many they are (csrc/ids/id_table.h)
+            evicted = evicted[evicted >= 0]
             if self._pending.numel() > 0:
                 evicted = torch.cat([self._pending[~torch.isin(self._pending, evicted)], evicted])
             if evicted.numel() > 0:
@@ -136,7 +136,15 @@ class IdTable(Module):
 
         ids int64 [*] -> the rows that they had, int64 [*], 0 for an id without one. Errors as :meth:`insert`.
         """
-        return torch.ops.xsoftmax.id_table_remove_(self._given("ids", ids), self._state())
+        if torch.jit.is_scripting():
+            return torch.ops.xsoftmax.id_table_remove_(ids, self._state())
+        else:
+            return self._remove(ids)
+
+    @torch.jit.unused
+    def _remove(self, ids: Tensor) -> Tensor:
+        with self._lock:
+            return torch.ops.xsoftmax.id_table_remove_(self._given("ids", ids), self._state())
 
     @torch.jit.export
     def ids_of(self, rows: Tensor, missing: int = -1) -> Tensor:

@@ -23,7 +23,7 @@ from ._sparse import canonical, csr_matrix, index_tensors, Matrix, sparse_tensor
 if TYPE_CHECKING:
     import scipy.sparse
 
-# Relative to 1, what rounding leaves of a 0: singular values are roots of float64 numbers.
+# Singular values and lengths below these, relative to the largest, are rounding errors.
 _NO_VALUE, _NO_LENGTH = 1e-7, 1e-10
 
 __all__ = ["pifa", "pifa_lf", "pii", "spectral", "unit_rows"]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from . import retrieval
-from ._checks import as_ids, check_count, check_number
+from ._checks import as_ids, check_count, check_number, check_tensor
 from ._options import logit_options, option_text
 from ._resize import resize_classes
 from ._table import TableModule, check_linear, flat_queries, make_linear, refuse_parametrized
@@ -44,9 +44,7 @@ class LinearLoss(TableModule):
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"{self._name}: expected label_smoothing in [0, 1], got {label_smoothing}")
         self.label_smoothing = float(label_smoothing)
-        self.logit_scale = check_number(self._name, "logit_scale", logit_scale, positive=True)
-        self.softcap = None if softcap is None else check_number(self._name, "softcap", softcap, positive=True)
-        self.z_loss = check_number(self._name, "z_loss", z_loss, positive=False)
+        self.logit_scale, self.softcap, self.z_loss = logit_scale, softcap, z_loss
         if positives not in ("mean", "sum"):
             raise ValueError(f"{self._name}: expected positives to be \"mean\" or \"sum\", got {positives!r}")
         self._set_exact_options()
@@ -59,10 +57,12 @@ class LinearLoss(TableModule):
         self._exact_options = option_text(**{name: getattr(self, name) for name in _EXACT_OPTIONS}, **logits)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("logit_scale", "z_loss") or (name == "softcap" and value is not None):
+            value = check_number(self._name, name, value, positive=name != "z_loss")
         super().__setattr__(name, value)
         if name in _ALL_EXACT_OPTIONS and "_exact_options" in self.__dict__:
             self._set_exact_options()
-            if "_options" in self.__dict__:
+            if name in ("logit_scale", "softcap") and "_options" in self.__dict__:
                 self._options = self._option_text()
 
     @classmethod
@@ -192,10 +192,9 @@ class LinearLoss(TableModule):
         """target [*, T] beside its probabilities, ignore_index where an entry adds nothing."""
         self._given(input, target)
         if not torch.jit.is_scripting():
-            if not isinstance(target_prob, Tensor):
-                raise TypeError(f"{self._name}: expected target_prob as a tensor, got {type(target_prob).__name__}")
+            check_tensor(self._name, "target_prob", target_prob)
         if self.label_smoothing != 0.0:
-            raise ValueError(f"{self._name}: expected label_smoothing=0 beside target_prob, got {self.label_smoothing}")
+            raise ValueError(f"{self._name}: expected label_smoothing=0 with target_prob, got {self.label_smoothing}")
         return torch.ops.xsoftmax.soft_targets(input, target, target_prob, self.ignore_index, self._name)
 
     def _exact_of_several(self, input: Tensor, target: Tensor) -> Tensor:

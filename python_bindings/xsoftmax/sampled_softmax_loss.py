@@ -79,7 +79,7 @@ class SampledSoftmaxLoss(CandidateLoss):
         positives: as in :class:`LinearCrossEntropyLoss`. Draws that hit another positive of the query take no part, and independent draws of one set are
             renormalised to the classes that are no positive. "sum" goes with all estimators but CANE.
         logit_scale, softcap: as in :class:`LinearCrossEntropyLoss`, of the scores of the target and the candidates. Samplers see queries multiplied by
-            `logit_scale`; they know neither a cap nor that the bias is scaled. Expected counts are exact all the same.
+            `logit_scale`; they ignore the soft cap and do not scale the bias. Expected counts are exact all the same.
         z_loss: as in :class:`LinearCrossEntropyLoss`; in train() the log normaliser is the estimate that the loss has, the log of the sum over the target and
             the weighted candidates. For "sampled_softmax", "complementary_sum", "ranking", "importance" and CANE; other estimators have no log normaliser, and
             refuse it.
@@ -274,7 +274,7 @@ class SampledSoftmaxLoss(CandidateLoss):
 
     def _listed_for_sampling(self, input: Tensor, target: Tensor, target_prob: Tensor) -> Tensor:
         if self.estimator != "sampled_softmax":
-            raise ValueError(f"{self._name}: expected estimator=\"sampled_softmax\" beside target_prob, got {self.estimator}")
+            raise ValueError(f"{self._name}: expected estimator=\"sampled_softmax\" with target_prob, got {self.estimator}")
         return self._listed(input, target, target_prob)
 
     def _given_set(self, input: Tensor, negatives: Optional[Tensor], log_count: Optional[Tensor]) -> Optional[CandidateSet]:

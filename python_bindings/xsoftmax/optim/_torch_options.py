@@ -35,8 +35,8 @@ _STATE_OWNERS = {"max_exp_avg_sq": "Adam and AdamW with amsgrad=True", "mu_produ
 _REASONS = {"amsgrad": "keeps no largest second moment: set amsgrad=False, or take torch.optim.AdamW(amsgrad=True) and losses with "
                        "sparse_grad=False",
             "differentiable": "takes its steps by operators that have no gradient: set differentiable=False",
-            "decoupled_weight_decay": "decays weights as AdamW does, apart from the gradient: set weight_decay=0 or "
-                                      "decoupled_weight_decay=True"}
+            "decoupled_weight_decay": "decays weights in another way: RowAdam as AdamW does, apart from the gradient, the others by the "
+                                      "gradient. Set weight_decay=0, or leave the option out"}
 
 
 def _is_on(value: Any) -> bool:
@@ -45,8 +45,8 @@ def _is_on(value: Any) -> bool:
 
 def _refused(name: str, value: Any, group: Dict[str, Any]) -> bool:
     """Whether an option that a row optimizer does not have changes its steps."""
-    if name == "decoupled_weight_decay":  # False is the one that changes them, if there is a decay
-        return not value and _is_on(group.get("weight_decay"))
+    if name == "decoupled_weight_decay":  # RowAdam decays as AdamW does; the others add the decay to the gradient
+        return _is_on(group.get("weight_decay")) and bool(value) != ("betas" in group)
     return name not in _SAME_STEP and _is_on(value)
 
 
