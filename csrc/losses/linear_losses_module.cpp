@@ -367,8 +367,8 @@ Tensor SampledSoftmaxLossImpl::sampled(const Tensor& input, const Tensor& target
                                        const std::optional<Tensor>& target_prob) {
   check_table(input, target);
   const bool soft = given(target_prob);
-  TORCH_CHECK_VALUE(!soft || step_.estimator == "sampled_softmax", kName, ": expected estimator \"sampled_softmax\" with target_prob, got \"",
-                    step_.estimator, "\"");
+  TORCH_CHECK_VALUE(!soft || step_.estimator == "sampled_softmax", kName, ": expected estimator \"sampled_softmax\" with target_prob, got \"", step_.estimator,
+                    "\"");
   TORCH_CHECK_VALUE(!soft || step_.label_smoothing == 0, kName, ": expected label_smoothing of 0 with target_prob, got ", step_.label_smoothing);
   const Tensor listed = soft ? soft_targets(kName, input, target, *target_prob, step_.ignore_index) : target;
   TORCH_CHECK_VALUE(given(negatives) || !given(negative_log_count), kName, ": expected negatives with negative_log_count, got none");

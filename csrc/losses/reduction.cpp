@@ -64,8 +64,8 @@ void check_batch(const char* op, const Tensor& input, const Tensor& target, cons
   TORCH_CHECK_VALUE(input.dim() >= 1, op, ": expected input of shape [*, D], got a tensor without dimensions");
   TORCH_CHECK_VALUE(several || target.sym_sizes() == queries, op, ": expected target of shape ", queries, ", or ", positives_shape(queries),
                     " for several positives, got ", target.sym_sizes());
-  TORCH_CHECK_VALUE(!several || soft || target.sym_size(-1) == 1 || weight.dim() != 2 || !TORCH_GUARD_OR_FALSE(target.sym_size(-1).sym_eq(weight.sym_size(0))), op,
-                    ": expected target as class ids, of shape ", queries, " or [*, T] with T below the number of classes, got shape ", target.sym_sizes(),
+  TORCH_CHECK_VALUE(!several || soft || target.sym_size(-1) == 1 || weight.dim() != 2 || !TORCH_GUARD_OR_FALSE(target.sym_size(-1).sym_eq(weight.sym_size(0))),
+                    op, ": expected target as class ids, of shape ", queries, " or [*, T] with T below the number of classes, got shape ", target.sym_sizes(),
                     ", a number for each class as one-hot targets have: use target.argmax(-1), or for several classes their ids, padded with ", ignore_index);
   check::floating(op, "input", input);
   check::int64(op, "target", target);

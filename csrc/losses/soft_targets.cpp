@@ -119,7 +119,8 @@ Tensor sampled_soft_loss(const Tensor& input, const Tensor& weight, const Option
       set.target_log_count = set.target_log_count.unsqueeze(1);
     }
   }
-  const auto [positives, prob] = joined(rows, target_prob.reshape_symint(rows.sym_sizes()).detach().to(opmath_dtype(weight.scalar_type())), options.ignore_index);
+  const auto [positives, prob] =
+      joined(rows, target_prob.reshape_symint(rows.sym_sizes()).detach().to(opmath_dtype(weight.scalar_type())), options.ignore_index);
   const auto [loss, scores, score] = losses_of_positives(input, weight, bias, positives, of_listed, options, log_z);
   const Tensor shares = shares_of(prob, positives.clamp_min(0), class_weight, scores.scalar_type());
   const Tensor each = with_z_loss(loss + (score - scores), loss + score, given_options.z_loss);
