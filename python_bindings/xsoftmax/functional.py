@@ -116,7 +116,8 @@ def linear_entropy(input: Tensor, weight: Tensor, *, bias: Optional[Tensor] = No
 
 def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: List[CandidateSet], *, bias: Optional[Tensor] = None,
                          class_weight: Optional[Tensor] = None, log_z: Optional[Tensor] = None,
-                         target_prob: Optional[Tensor] = None, **options: Union[str, bool, int, float, None]) -> Tensor:
+                         target_prob: Optional[Tensor] = None, logit_scale: float = 1.0, softcap: Optional[float] = None,
+                         **options: Union[str, bool, int, float]) -> Tensor:
     """The sampled loss of a class table on candidate sets that the caller has: what :class:`xsoftmax.SampledSoftmaxLoss` computes in train() once its sampler
     has drawn.
 
@@ -143,8 +144,9 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
             alone. It has a gradient where it asks for one.
         target_prob: floating ``[*, T]`` or None, as in :meth:`xsoftmax.SampledSoftmaxLoss.forward`. ``target_log_count`` of the sets is then
             ``[Q, T]``, of the different classes of probability above 0, in falling order.
+        logit_scale, softcap: as in :class:`xsoftmax.LinearCrossEntropyLoss`.
         options: ``estimator="sampled_softmax"``, ``remove_accidental_hits=True``, ``label_smoothing=0.0``, ``reduction="mean"``, ``ignore_index=-100``,
-            ``positives="mean"``, ``logit_scale=1.0``, ``softcap=None``, ``z_loss=0.0`` and ``sparse_grad=True``, as in
+            ``positives="mean"``, ``z_loss=0.0`` and ``sparse_grad=True``, as in
             :class:`xsoftmax.SampledSoftmaxLoss`. Estimators that are written in Python, and "complementary_sum", are not among them.
 
     Returns:
@@ -161,9 +163,8 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
     """
     _check_tensors("sampled_softmax_loss", input=input, weight=weight, target=target, bias=bias, class_weight=class_weight, log_z=log_z,
                    target_prob=target_prob)
-    options.update(_logit_options("sampled_softmax_loss", options.pop("logit_scale", 1.0), options.pop("softcap", None)))
-    return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, option_text(**options),
-                                                   target_prob)
+    text = option_text(**options, **_logit_options("sampled_softmax_loss", logit_scale, softcap))
+    return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, text, target_prob)
 
 
 def tower_loss(query: Tensor, item: Tensor, item_id: Tensor, candidates: List[Tuple[Tensor, CandidateSet]], *, estimator: str = "sampled_softmax",
