@@ -2,9 +2,9 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
-#include "core/shape_checks.h"
 #include "core/optional.h"
 #include "core/options.h"
+#include "core/shape_checks.h"
 #include "xsoftmax/ops.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>

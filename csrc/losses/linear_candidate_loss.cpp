@@ -2,11 +2,11 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
-#include "core/shape_checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
 #include "core/options.h"
 #include "core/scale_gradient.h"
+#include "core/shape_checks.h"
 #include "losses/candidate_loss.h"
 #include "losses/logit_transform.h"
 #include "scores/candidate_scores.h"

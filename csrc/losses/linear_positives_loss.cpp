@@ -2,10 +2,10 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
-#include "core/shape_checks.h"
 #include "core/dtypes.h"
 #include "core/options.h"
 #include "core/products.h"
+#include "core/shape_checks.h"
 #include "core/slices.h"
 #include "losses/logit_transform.h"
 #include "losses/reduction.h"

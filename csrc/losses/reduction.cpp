@@ -2,8 +2,8 @@
 
 #include "core/anomalies.h"
 #include "core/checks.h"
-#include "core/shape_checks.h"
 #include "core/options.h"
+#include "core/shape_checks.h"
 #include "losses/several_positives.h"
 
 #include <ATen/TensorOperators.h>

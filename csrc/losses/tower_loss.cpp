@@ -2,10 +2,10 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
-#include "core/shape_checks.h"
 #include "core/dtypes.h"
 #include "core/options.h"
 #include "core/scale_gradient.h"
+#include "core/shape_checks.h"
 #include "losses/candidate_loss.h"
 #include "losses/reduction.h"
 #include "xsoftmax/ops.h"

@@ -5,6 +5,7 @@
 #include "core/dtypes.h"
 #include "core/options.h"
 #include "core/products.h"
+#include "core/shape_checks.h"
 #include "losses/candidates.h"
 #include "losses/logit_transform.h"
 #include "losses/reduction.h"
@@ -73,6 +74,8 @@ Tensor nodes_of(const Batch& batch, const TreeTables& tree, const Proposal& sets
   Tensor covered = at::zeros_symint({batch.size(), 1}, batch.counts.options());
   const auto wide = [&](const Tensor& tensor) { return tensor.expand_symint({batch.size(), tensor.sym_size(-1)}); };
   for (const CandidateSet& set : sets) {
+    check::same_device("beam_tree_loss", "ids of a set", set.ids, "target", target_ids);
+    check::same_device("beam_tree_loss", "log_count of a set", set.log_count, "target", target_ids);
     ids.push_back(wide(set.ids));
     absent.push_back(wide(set.log_count).eq(std::numeric_limits<double>::infinity()));
     if (set.distinct) {

@@ -3,6 +3,7 @@
 #include "core/checks.h"
 #include "core/long_work.h"
 #include "core/optional.h"
+#include "core/shape_checks.h"
 #include "core/sparse_rows.h"
 #include "matcher/canonical_rows.h"
 #include "matcher/linear_layer.h"
@@ -70,7 +71,7 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
   check::numbers(kName, "columns", columns, columns.scalar_type() == at::kLong ? at::kLong : at::kInt);
   check::numbers(kName, "values", values, at::kFloat);
   TORCH_CHECK_VALUE(offsets.size(0) >= 1, kName, ": expected offsets with a number for each query and one, got none");
-  QueryTensors queries{offsets.to(at::kLong).contiguous(), columns.contiguous(), values.contiguous(), {}, {}};
+  QueryTensors queries{check::readable(offsets.to(at::kLong)), check::readable(columns), check::readable(values), {}, {}};
   if (given(dense)) {
     check::dim(kName, "dense", *dense, 2);
     check::dtype(kName, "dense", *dense, at::kFloat);
@@ -78,7 +79,7 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
     check::size(kName, "dense", *dense, 0, offsets.size(0) - 1, "the queries");
     TORCH_CHECK_VALUE(dense_begin >= 0 && dense_begin + dense->size(1) == features, kName, ": expected dense_begin and the width of dense to add up to ",
                       features, ", got ", dense_begin, " and ", dense->size(1));
-    queries.dense = dense->contiguous();
+    queries.dense = check::readable(*dense);
     for (const float value : span_of<float>(queries.dense)) {
       TORCH_CHECK_VALUE(std::isfinite(value), kName, ": expected dense with finite numbers, got ", value);
     }
@@ -114,17 +115,15 @@ XRLinear::XRLinear(int64_t features, double bias, const std::string& transform, 
   TORCH_CHECK_VALUE(features >= 0 && features < std::numeric_limits<int32_t>::max(), kName, ": expected features in [0, 2^31 - 1), got ", features);
   TORCH_CHECK_VALUE(std::isfinite(bias), kName, ": expected bias as a finite number, got ", bias);
   transform_named(kName, transform);
-  check::strided(kName, "labels", labels);
   check::numbers(kName, "labels", labels, at::kLong);
-  labels_ = labels.contiguous();
+  labels_ = check::readable(labels);
   TORCH_CHECK_VALUE(!parts_.empty(), kName, ": expected at least one layer, got none");
   int64_t nodes = 1;
   layers_.reserve(parts_.size());
   for (auto& parts : parts_) {
     TORCH_CHECK_VALUE(parts.size() == kLinearLayerParts, kName, ": expected ", kLinearLayerParts, " parts of a layer, got ", parts.size());
     for (Tensor& part : parts) {
-      check::strided(kName, "layers", part);
-      part = part.contiguous();
+      part = check::readable(part);
     }
     layers_.emplace_back(linear_layer_view(kName, nodes, features, parts), int32_t(features));
     nodes = layers_.back().children();
@@ -215,7 +214,7 @@ Tensor XRLinear::predict_csr(const Tensor& queries, int64_t topk, int64_t beam) 
 
 std::vector<std::vector<bool>> XRLinear::allowed_nodes(const Tensor& only) const {
   check::numbers(kName, "only", only, at::kLong);
-  const Tensor wanted = only.contiguous();
+  const Tensor wanted = check::readable(only);
   check::class_ids(kName, "only", wanted, num_labels());
   std::vector<std::vector<bool>> allowed;
   for (const BeamLayer& layer : layers_) {
@@ -252,9 +251,11 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
       .def(torch::init([](int64_t features, double bias, const std::string& transform, const Tensor& labels, std::vector<std::vector<Tensor>> layers) {
         for (auto& parts : layers) {
           for (Tensor& part : parts) {
+            check::strided(kName, "layers", part);
             part = part.clone(); // what is checked now must not change
           }
         }
+        check::strided(kName, "labels", labels);
         return c10::make_intrusive<XRLinear>(features, bias, transform, labels.clone(), std::move(layers));
       }))
       .def("predict",

@@ -1,6 +1,7 @@
 #include "samplers/adaptive.h"
 
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "optim/settle.h"
 #include "samplers/sampling.h"
 
@@ -97,17 +98,20 @@ void adaptive_grow_(const Tensor& recent, at::TensorList index, at::TensorList g
 
 PrivateDraws adaptive_sample(std::string_view family, const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList index,
                              std::string_view options) {
+  check::given_tensors("adaptive_sample", {{"seed", &seed}, {"queries", &queries}});
   return operator_of<PrivateDraws(const Tensor&, const Tensor&, const OptionalTensor&, at::TensorList, std::string_view)>(family, "_sample")
       .call(seed, queries.detach(), target, detached(index), options);
 }
 
 Tensor adaptive_log_count(std::string_view family, const Tensor& queries, const Tensor& ids, at::TensorList index, std::string_view options) {
+  check::given_tensors("adaptive_log_count", {{"queries", &queries}, {"ids", &ids}});
   return operator_of<Tensor(const Tensor&, const Tensor&, at::TensorList, std::string_view)>(family, "_log_count")
       .call(queries.detach(), ids, detached(index), options);
 }
 
 Tensor adaptive_refresh_(std::string_view family, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList index,
                          std::string_view options, std::optional<at::Generator> generator) {
+  check::given_tensors("adaptive_refresh_", {{"weight", &weight}, {"step", &step}});
   return operator_of<Tensor(const Tensor&, const OptionalTensor&, const Tensor&, at::TensorList, std::string_view, std::optional<at::Generator>)>(family,
                                                                                                                                                   "_refresh_")
       .call(weight.detach(), detached(bias), step, detached(index), options, std::move(generator));
@@ -115,6 +119,7 @@ Tensor adaptive_refresh_(std::string_view family, const Tensor& weight, const Op
 
 void adaptive_step_(std::string_view family, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList index,
                     std::string_view options, std::optional<at::Generator> generator) {
+  check::given_tensors("adaptive_step_", {{"weight", &weight}, {"step", &step}});
   operator_of<void(const Tensor&, const OptionalTensor&, const Tensor&, at::TensorList, std::string_view, std::optional<at::Generator>)>(family, "_step_")
       .call(weight.detach(), detached(bias), step, detached(index), options, std::move(generator));
 }

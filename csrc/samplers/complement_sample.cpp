@@ -1,8 +1,8 @@
 #include "samplers/complement_sample.h"
 
 #include "core/checks.h"
-#include "core/shape_checks.h"
 #include "core/options.h"
+#include "core/shape_checks.h"
 #include "samplers/modules.h"
 
 #include <ATen/TensorOperators.h>
@@ -157,6 +157,7 @@ std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside, const Opti
   const auto check_counts = [&](const char* name, const OptionalTensor& count, const char* of, const Tensor& classes) {
     if (given(count)) {
       check::floating(op, name, *count);
+      TORCH_CHECK_VALUE(count->dim() <= classes.dim(), op, ": expected ", name, " with at most ", classes.dim(), " dimensions, got shape ", count->sym_sizes());
       check::broadcasts(op, name, *count, of, classes);
       check::same_device(op, name, *count, "inside", inside);
     }

@@ -3,6 +3,7 @@
 #include "core/checks.h"
 #include "core/memory.h"
 #include "core/options.h"
+#include "core/shape_checks.h"
 #include "core/state_lock.h"
 #include "optim/resize_tables.h"
 
@@ -236,6 +237,7 @@ void streaming_forget_(const Tensor& ids, Tensor& count, Tensor& total, Tensor& 
 std::string streaming_resize_(Tensor& count, Tensor& total, Tensor& last, const Tensor& seen, int64_t num_ids, std::string_view text) {
   constexpr const char* op = "streaming_resize_";
   StreamingOptions options = streaming_options(op, text);
+  check::strided(op, "count", count);
   check_streaming(op, "ids", at::empty({0}, count.options().dtype(at::kLong)), {count, total, last, seen}, options);
   TORCH_CHECK_VALUE(num_ids >= 1, op, ": expected num_ids of at least 1, got ", num_ids);
   if (options.open()) {

@@ -3,9 +3,9 @@
 #include "core/anomalies.h"
 #include "core/autocast.h"
 #include "core/checks.h"
-#include "core/shape_checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
+#include "core/shape_checks.h"
 #include "scores/row_gradient.h"
 #include "xsoftmax/ops.h"
 

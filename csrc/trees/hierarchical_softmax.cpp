@@ -3,10 +3,10 @@
 #include "core/anomalies.h"
 #include "core/autocast.h"
 #include "core/checks.h"
-#include "core/shape_checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
 #include "core/scale_gradient.h"
+#include "core/shape_checks.h"
 #include "trees/tree_scores.h"
 #include "trees/ways.h"
 

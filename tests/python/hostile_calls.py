@@ -29,10 +29,12 @@ NOT_OURS = ("INTERNAL ASSERT", "report a bug")
 MODES = ("plain", "reference", "inference", "grad")
 JOINT_MODES = (*MODES, "reference inference", "reference grad")
 # Words of torch itself: no memory for what was asked for, and what it says before or after a call of ours.
-OF_TORCH = ("can't allocate memory", "not enough memory", "size calculation overflowed", "integer multiplication overflow",
-                  "cannot be represented as a SymInt", "File name too long", "to a fixed-size array", "cannot be called on meta tensors",
-                  "Inference tensors cannot be saved for backward", "t() expects a tensor", "reshape is not implemented for sparse",
-            "grad can be implicitly created only")
+OF_TORCH = (
+    "can't allocate memory", "not enough memory", "size calculation overflowed", "integer multiplication overflow",
+    "cannot be represented as a SymInt", "File name too long", "to a fixed-size array",
+    "cannot be called on meta tensors", "Inference tensors cannot be saved for backward", "t() expects a tensor",
+    "reshape is not implemented for sparse", "grad can be implicitly created only",
+)
 NAMES = sorted({s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("xsoftmax::")})
 OURS = re.compile(r"\b(xsoftmax::|" + "|".join(re.escape(name) + r"\b" for name in [*NAMES, "XRLinear"]) + ")")
 NOTE = struct.Struct("q500s")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from hostile_calls import NOTE
 
-CALLS = os.environ.get("XSOFTMAX_HOSTILE_CALLS", "12000")
-JOINT = os.environ.get("XSOFTMAX_HOSTILE_JOINT_CALLS", "8000")
+CALLS = os.environ.get("XSOFTMAX_HOSTILE_CALLS", "8000")
+JOINT = os.environ.get("XSOFTMAX_HOSTILE_JOINT_CALLS", "6000")
 SEED = os.environ.get("XSOFTMAX_HOSTILE_SEED", "1")
 LIMIT = float(os.environ.get("XSOFTMAX_HOSTILE_SECONDS", 90))  # for one call; more than any takes on a machine that is busy
 WORKERS = 2
