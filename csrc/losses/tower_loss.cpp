@@ -220,6 +220,7 @@ Tensor tower_loss_op(const Tensor& query, const Tensor& target_vector, const Ten
 
 Tensor tower_loss(const Tensor& query, const Tensor& target_vector, const Tensor& target, at::TensorList set_vectors, const Proposal& sets,
                   const TowerOptions& options, const OptionalTensor& weight) {
+  check::given_tensors(kOp, {{"query", &query}, {"target_vector", &target_vector}, {"target", &target}});
   const int64_t reduction = reduction_code(kOp, options.reduction);
   const EstimatorOptions& estimator = options;
   const std::string inner = print_options(estimator);

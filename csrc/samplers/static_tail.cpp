@@ -16,7 +16,8 @@ constexpr at::ScalarType kDtypes[] = {at::kLong, at::kDouble, at::kBool};
 
 template <typename T>
 T value_of(const Tensor& scalar) {
-  return scalar.is_cpu() ? *scalar.const_data_ptr<T>() : scalar.item<T>();
+  const bool plain = scalar.is_cpu() && !scalar.is_neg() && !scalar._is_zerotensor();
+  return plain ? *scalar.const_data_ptr<T>() : scalar.item<T>();
 }
 
 } // namespace
