@@ -22,7 +22,9 @@ _grown: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # entries and gro
 _warned: "weakref.WeakSet[TableModule]" = weakref.WeakSet()
 _hook: Any = None
 _MANY_ROWS = 10_000  # from so many on, a dense gradient of a few rows is worth a warning
-_GROWTHS = 3
+_GROWTHS = 16  # a table may be stepped every few steps of the encoder
+# Row optimizers, whether they have taken a step or not.
+_made: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
 
 
 def watch(module: "TableModule") -> None:
@@ -36,6 +38,12 @@ def watch_steps() -> None:
     global _hook
     if _hook is None:
         _hook = register_optimizer_step_pre_hook(_before_step)
+
+
+def made(optimizer: torch.optim.Optimizer) -> None:
+    """From its making on, the tables of a row optimizer count as trained."""
+    _made.add(optimizer)
+    watch_steps()
 
 
 def known_optimizers() -> List[torch.optim.Optimizer]:
@@ -157,12 +165,12 @@ def _hint_at_embeddings(name: str, params: List[Any]) -> None:
 
 
 def _is_left_out(optimizer: torch.optim.Optimizer, tables: Dict[int, "TableModule"]) -> bool:
-    """Whether a table has a row-sparse gradient that no optimizer has stepped so far.
+    """Whether a table has a row-sparse gradient, no row optimizer, and no step behind it.
 
     Such an optimizer is looked at again in its next step. A gradient that has grown over several
     steps is warned of once.
     """
-    owned = {id(param) for each in _watched for group in each.param_groups
+    owned = {id(param) for each in (*_watched, *_made) for group in each.param_groups
              for param in group["params"]}
     is_left_out = False
     for module in {id(module): module for module in tables.values()}.values():

@@ -24,7 +24,7 @@ class MovedHead(nn.Identity):
     def __init__(self, loss: LinearLoss) -> None:
         super().__init__()
         self.loss = loss
-        self.register_load_state_dict_post_hook(_rename_missing)
+        self.register_load_state_dict_post_hook(_rename)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias", "in_features", "out_features"):
@@ -42,9 +42,9 @@ class MovedHead(nn.Identity):
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
         self._prefix = prefix
-        for name in ("weight", "bias"):
-            if prefix + name in state_dict:
-                state_dict[prefix + _TABLE + name] = state_dict.pop(prefix + name)
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            if not key.startswith(prefix + "loss."):
+                state_dict[prefix + _TABLE + key[len(prefix):]] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
@@ -59,15 +59,14 @@ class MovedHead(nn.Identity):
 _TABLE = "loss.linear."
 
 
-def _rename_missing(head: MovedHead, keys: Any) -> None:
-    """Names the table's missing keys as the state dict does, and drops those of the loss."""
-    prefix, names = head._prefix, []
-    for key in keys.missing_keys:
-        if key.startswith(prefix + _TABLE):
-            names.append(prefix + key[len(prefix + _TABLE):])
-        elif not key.startswith(prefix + "loss."):
-            names.append(key)
-    keys.missing_keys[:] = names
+def _rename(head: MovedHead, keys: Any) -> None:
+    """Names the table's keys as the state dict does, and drops missing ones of the loss."""
+    prefix = head._prefix
+    for names in (keys.missing_keys, keys.unexpected_keys):
+        names[:] = [prefix + key[len(prefix + _TABLE):] if key.startswith(prefix + _TABLE) else key
+                    for key in names]
+    keys.missing_keys[:] = [key for key in keys.missing_keys
+                            if not key.startswith(prefix + "loss.")]
 
 
 def replace_head(model: nn.Module, name: str, loss_class: Type[Loss], **kwargs: Any) -> Loss:
@@ -85,6 +84,10 @@ def replace_head(model: nn.Module, name: str, loss_class: Type[Loss], **kwargs: 
     the keys of the Linear, so checkpoints of the model as it was load, and load there. What
     samplers keep has keys of its own, `decoder.loss.sampler...`, which a checkpoint may lack.
     :func:`restore_head` undoes it.
+
+    In several processes call `xs.distributed.replicate(model)` before
+    `DistributedDataParallel(model)`, which then leaves the loss out, and give `fully_shard` the
+    argument `ignored_params=set(loss.parameters())`.
 
     A model of Hugging Face Transformers keeps its Linear, its parameters and its keys: there
     :func:`xsoftmax.integrations.transformers.replace_head` is called. With `labels` the model then gives the loss of this class, without

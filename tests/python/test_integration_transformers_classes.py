@@ -17,7 +17,7 @@ glue = pytest.importorskip(
     "xsoftmax.integrations.transformers",
     reason="accelerate is not installed: pip install xsoftmax[integrations]")
 
-from transformers_classes import batch_of, classes, head_name, tiny_model  # noqa: E402
+from transformers_classes import TOKENS, batch_of, classes, head_name, tiny_model  # noqa: E402
 
 MECHANISMS = {
     "labels are shifted": "LlamaForCausalLM",
@@ -135,6 +135,86 @@ def test_a_bias_after_the_head_trains_if_it_is_a_parameter(kind):
     assert sorted(model.state_dict()) == sorted(tiny_model(name).state_dict())
 
 
+TABLE_SAMPLERS = ["midx", "lsh", "rff", "sphere"]
+
+
+@pytest.mark.parametrize("sampler", TABLE_SAMPLERS)
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "MarianMTModel",
+                                  "EsmForMaskedLM", "LlamaForCausalLM"])
+def test_samplers_that_follow_the_table_know_of_the_bias(name, sampler):
+    """They are built for rows with a bias or without, and refuse the others."""
+    model = tiny_model(name).train()
+    make_larger(model)
+    batch = batch_of(name, model)
+    own = tiny_model(name).eval()
+    own.load_state_dict(model.state_dict())
+    loss = glue.replace_head(model, xs.SampledSoftmaxLoss, sampler=sampler, num_samples=9)
+    torch.testing.assert_close(model.eval()(**batch).loss, own(**batch).loss, rtol=1e-5, atol=1e-5)
+    optimizer, before = xs.optim.RowAdam(model.parameters(), lr=0.1), loss.linear.weight.clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        value = model.train()(**batch).loss
+        value.backward()
+        optimizer.step()
+    assert value.isfinite() and not torch.equal(loss.linear.weight, before)
+
+
+@pytest.mark.parametrize("count", [TOKENS + 6, TOKENS - 6])
+def test_a_bias_that_the_model_does_not_add_is_zero_for_such_a_sampler(count):
+    model = tiny_model("LlamaForCausalLM").train()
+    model.register_buffer("unused", torch.randn(TOKENS))
+    batch = batch_of("LlamaForCausalLM", model)
+    batch = {key: value.clamp(max=TOKENS - 10) for key, value in batch.items()}
+    own = model(**batch).loss
+    loss = glue.replace_head(model, xs.SampledSoftmaxLoss, sampler="midx", num_samples=9)
+    model(**batch).loss.backward()
+    assert not loss.linear.bias.any() and not loss.linear.bias.requires_grad
+    torch.testing.assert_close(model.eval()(**batch).loss, own)
+    model.resize_token_embeddings(count)
+    assert len(loss.linear.bias) == count and not loss.linear.bias.any()
+    model.train()(**batch).loss.backward()
+    want = model.eval()(**batch).loss
+    xs.restore_head(model, loss)
+    torch.testing.assert_close(model(**batch).loss, want)
+
+
+def test_a_bias_that_is_found_too_late_for_such_a_sampler_is_refused():
+    name = "BartForConditionalGeneration"
+    model = tiny_model(name).train()
+    vars(model)["final_logits_bias"] = model._buffers.pop("final_logits_bias")
+    loss = glue.replace_head(model, xs.SampledSoftmaxLoss, sampler="midx", num_samples=9)
+    with pytest.raises(glue.UnsupportedHeadError, match=f"^replace_head of {name}: .* no bias"):
+        model(**batch_of(name, model))
+    xs.restore_head(model, loss)
+    glue.replace_head(model, xs.SampledSoftmaxLoss, sampler="uniform", num_samples=9)
+    assert model(**batch_of(name, model)).loss.isfinite()
+
+
+def test_a_refusal_to_resize_another_table_comes_before_the_head_changes():
+    name = "LlamaForCausalLM"
+    model = tiny_model(name)
+    loss = glue.replace_head(model, xs.LinearCrossEntropyLoss)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(**batch_of(name, model)).loss.backward()
+    optimizer.step()
+    embedding, head = model.get_input_embeddings().weight, loss.linear.weight
+    optimizer.state[embedding]["exp_avg"] = torch.zeros(TOKENS, 1)
+    with pytest.raises(TypeError, match="exp_avg of shape"):
+        model.resize_token_embeddings(TOKENS + 5)
+    assert loss.num_classes == len(head) == len(embedding) == TOKENS == model.config.vocab_size
+    assert len(optimizer.state[head]["exp_avg"]) == TOKENS
+
+
+def test_the_loss_has_the_mode_of_the_model():
+    """The loss may be called by itself: in eval() it is exact."""
+    model = tiny_model("LlamaForCausalLM").eval()
+    loss = glue.replace_head(model, xs.SampledSoftmaxLoss, sampler="uniform", num_samples=9)
+    assert not loss.training
+    for mode in (True, False):
+        torch.nn.Sequential(model).train(mode)
+        assert loss.training == mode
+
+
 def test_given_options_that_the_model_does_not_follow():
     """`shift` is the user's word; a scale or soft cap is the model's."""
     name = "BartForCausalLM"
@@ -145,9 +225,16 @@ def test_given_options_that_the_model_does_not_follow():
         loss = glue.replace_head(model, xs.LinearCrossEntropyLoss, shift=shift)
         assert torch.allclose(model(**batch).loss, own) == is_own
         xs.restore_head(model, loss)
-    loss = glue.replace_head(model, xs.LinearCrossEntropyLoss, softcap=1.0)
+    for given in (dict(softcap=1.0), dict(logit_scale=2.0)):
+        loss = glue.replace_head(model, xs.LinearCrossEntropyLoss, **given)
+        with pytest.raises(glue.UnsupportedHeadError, match=(
+                f"^replace_head of {name}: expected {next(iter(given))} as the model has it, .*, "
+                f"got {next(iter(given.values()))}: leave the argument out")):
+            model(**batch)
+        xs.restore_head(model, loss)
+    loss = glue.replace_head(model, xs.LinearCrossEntropyLoss, softcap=None, logit_scale=1.0)
     torch.testing.assert_close(model(**batch).loss, own)
-    assert loss.softcap is None
+    assert loss.softcap is None and loss.logit_scale == 1.0
 
 
 # ------------------------------------------------------------------------------------ all classes

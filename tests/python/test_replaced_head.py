@@ -105,6 +105,27 @@ def test_checkpoints_go_both_ways(options, bias, nested):
         assert torch.equal(value, model.state_dict()[key]), key
 
 
+def test_state_dicts_of_a_parametrized_head_go_both_ways():
+    def parametrized():
+        model = Model()
+        nn.utils.parametrizations.weight_norm(model.decoder)
+        return model
+
+    old, model = parametrized(), parametrized()
+    loss = xs.replace_head(model, "decoder", xs.LinearCrossEntropyLoss)
+    with torch.no_grad():
+        for value in old.parameters():
+            value.add_(1)
+    assert "decoder.parametrizations.weight.original0" in model.state_dict()
+    assert model.load_state_dict(old.state_dict()) == ([], [])
+    torch.testing.assert_close(loss.linear.weight, old.decoder.weight)
+    assert parametrized().load_state_dict(model.state_dict()) == ([], [])
+    state = old.state_dict()
+    del state["decoder.parametrizations.weight.original0"]
+    with pytest.raises(RuntimeError, match='"decoder.parametrizations.weight.original0"'):
+        model.load_state_dict(state)
+
+
 def test_missing_and_unexpected_keys_are_named_as_the_state_dict_names_them():
     model, _ = replaced(**SAMPLERS["log_z"])
     state = model.state_dict()
@@ -169,7 +190,7 @@ def encoder_alone():
     """A program that forgets the loss's parameters."""
     torch.manual_seed(0)
     encoder = nn.Linear(D, D)
-    loss = xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=6)
+    loss = xs.SampledSoftmaxLoss(D, 100 * N, sampler="uniform", num_samples=6)
     return encoder, loss
 
 
@@ -179,15 +200,34 @@ def test_a_gradient_that_grows_without_an_optimizer_is_warned_of_once(kind):
     optimizer = kind(encoder.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for seed in range(9):
+        for seed in range(30):
             optimizer.zero_grad()
             input, target = batch(seed)
             loss(encoder(input), target).backward()
             optimizer.step()
     assert len(caught) == 1
-    assert (rf"the row-sparse gradient of its table of shape [{N}, {D}] has grown over 4 steps of "
-            rf"{kind.__name__}" in str(caught[0].message))
+    assert (f"the row-sparse gradient of its table of shape [{100 * N}, {D}] has grown over 17 "
+            f"steps of {kind.__name__}" in str(caught[0].message))
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("kind, every", [  # torch's are not known before their first step
+    (torch.optim.SparseAdam, 5), (torch.optim.SparseAdam, 12), (xs.optim.RowAdam, 5),
+    (xs.optim.RowAdam, 20)])
+def test_a_table_that_is_stepped_rarely_is_not_warned_of(kind, every):
+    encoder, loss = encoder_alone()
+    optimizer, rare = torch.optim.AdamW(encoder.parameters()), kind(list(loss.parameters()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(24):
+            input, target = batch(seed)
+            loss(encoder(input), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if seed % every == every - 1:
+                rare.step()
+                rare.zero_grad()
+    assert not [str(each.message) for each in caught if "is not trained" in str(each.message)]
 
 
 @pytest.mark.parametrize("program", ["two optimizers", "accumulation", "cleared"])

@@ -1,6 +1,6 @@
 """The loss in the place of a model's head, and the model's forward pass with it."""
 
-from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Set
 
 from torch import Tensor, nn
 
@@ -17,37 +17,30 @@ DIVISORS = ("logits_scaling",)
 class Head:
     """Ties a loss to a model. It is no module, so the model's parameters and keys stay its own."""
 
-    def __init__(self, model: nn.Module, loss: LinearLoss, name: str, shift: Optional[bool]
-                 ) -> None:
-        linear = loss.linear
-        self.loss, self.linear, self.name, self.shift = loss, linear, name, shift
-        self.bias: Optional[Tensor] = None
-        self.device = linear.weight.device
+    def __init__(self, loss: LinearLoss, linear: nn.Linear, bias: Optional[Tensor], name: str,
+                 shift: Optional[bool], given: Set[str]) -> None:
+        """Takes a loss over ``with_bias(linear, bias)``, and the options that the caller gave."""
+        self.loss, self.linear, self.bias, self.name, self.shift = loss, linear, bias, name, shift
+        self.given, self.device = given, linear.weight.device
+        follow_table = any(sampler.follows_table for sampler in loss._samplers())
+        # Samplers that follow the table are built for rows with a bias or without.
+        self.keeps_bias = follow_table and loss.linear.bias is not None
+        self.keeps_none = follow_table and loss.linear.bias is None
         self.made_sparse: List[nn.Embedding] = []
         self.handles = [linear.register_forward_pre_hook(_settle_linear),
                         linear.register_state_dict_pre_hook(_settle_linear),
                         linear.register_load_state_dict_pre_hook(_settle_linear)]
-        self.link_bias(bias_after(model, name, linear))
 
     def link_bias(self, bias: Optional[Tensor]) -> None:
         """Makes the loss use a bias that the model adds after its head; None: the Linear's."""
         self.bias = bias
-        if bias is None:
-            self.loss.linear = self.linear
-            return
-        shared = nn.Linear(self.linear.in_features, self.linear.out_features, device="meta")
-        shared.weight = self.linear.weight
-        if isinstance(bias, nn.Parameter) and bias.dim() == 1:
-            shared.bias = bias
-        else:
-            shared.bias = nn.Parameter(bias.detach().reshape(-1), False)
-        self.loss.linear = shared
+        if bias is None and self.linear.bias is None and self.keeps_bias:
+            bias = self.linear.weight.new_zeros(self.linear.out_features)
+        self.loss.linear = with_bias(self.linear, bias)
 
     def outputs(self, model: Any, forward: Callable[..., Any], labels: Tensor,
                 kwargs: Dict[str, Any]) -> Any:
         """Returns what the model returns with labels, with the loss in place of its own."""
-        if self.loss.training != model.training:
-            self.loss.train(model.training)
         if self.linear.weight.device != self.device:  # the model moved, and only the Linear with it
             self.device = self.linear.weight.device
             self.loss.to(self.device)
@@ -104,19 +97,29 @@ class Head:
 
     def adopt(self, tap: "Tap", logits: Logits) -> None:
         """Checks the loss against the bias, the scale and the soft cap that the model applied."""
+        if logits.bias is not None and self.linear.bias is not None:
+            tap.refuse(f"expected one bias, got that of {self.name} and one after it")
+        if logits.bias is not None and self.keeps_none:
+            tap.refuse("expected no bias after the head, since none was found when the sampler was "
+                       "built, got one: give a sampler that does not follow the table")
+        changed = {}
+        for option, seen in zip(("logit_scale", "softcap"), logits.transform()):
+            known = getattr(self.loss, option)
+            if not _are_close(seen, known):
+                if option in self.given:
+                    tap.refuse(f"expected {option} as the model has it, {seen}, got {known}: leave "
+                               "the argument out")
+                changed[option] = seen
         if logits.bias is not self.bias:
-            if logits.bias is not None and self.linear.bias is not None:
-                tap.refuse(f"expected one bias, got that of {self.name} and one after it")
             self.link_bias(logits.bias)
-        seen, known = logits.transform(), transform_of(self.loss)
-        if not _are_close(seen, known):
-            self.loss.logit_scale, self.loss.softcap = seen
+        for option, seen in changed.items():
+            setattr(self.loss, option, seen)
 
 
-def _are_close(seen: Tuple[float, Optional[float]], known: Tuple[float, Optional[float]]) -> bool:
+def _are_close(one: Optional[float], other: Optional[float]) -> bool:
     """Within the rounding of a product and a quotient."""
-    return all(one == other or one is not None and other is not None
-               and abs(one - other) <= 1e-9 * abs(other) for one, other in zip(seen, known))
+    return one == other or (one is not None and other is not None
+                            and abs(one - other) <= 1e-9 * abs(other))
 
 
 class Tap(nn.Module):
@@ -162,11 +165,6 @@ class Tap(nn.Module):
             loss.reduction = "mean"
 
 
-def transform_of(loss: LinearLoss) -> Tuple[float, Optional[float]]:
-    """(logit_scale, softcap) of a loss."""
-    return loss.logit_scale, loss.softcap
-
-
 def transform_in(config: Any) -> Dict[str, float]:
     """The arguments `logit_scale` and `softcap` that a config's options suggest."""
     configs = [config, config.get_text_config(decoder=True)]
@@ -197,6 +195,22 @@ def bias_after(model: nn.Module, name: str, linear: nn.Linear) -> Optional[Tenso
             if tensor is not None and tensor.is_floating_point() and tensor.shape in shapes:
                 return tensor
     return None
+
+
+def with_bias(linear: nn.Linear, bias: Optional[Tensor]) -> nn.Linear:
+    """Returns a Linear of the same weight with a bias [N] or [1, N]; None: `linear` itself.
+
+    A bias that is no parameter [N] is shared as one that does not train.
+    """
+    if bias is None:
+        return linear
+    shared = nn.Linear(linear.in_features, linear.out_features, device="meta")
+    shared.weight = linear.weight
+    if isinstance(bias, nn.Parameter) and bias.dim() == 1:
+        shared.bias = bias
+    else:
+        shared.bias = nn.Parameter(bias.detach().reshape(-1), False)
+    return shared
 
 
 def _decoder_inputs(model: Any, labels: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
 """Resizing of a model's tables with its head's loss, its samplers and its optimizers."""
 
 import copy
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Tuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from .._first_step import known_optimizers
-from .._resize import KNOWN_OPTIMIZERS, resize_parameters
+from .._resize import KNOWN_OPTIMIZERS, _states, resize_parameters
 from ..optim.settle import settle
 from ._heads import Head, bias_after
 
@@ -75,7 +75,6 @@ def resize_embeddings(model: Any, head: Head, resize: Callable[[], Any]) -> Any:
     snapshot = _Snapshot(model)
     for parameter, _ in snapshot.tensors.values():
         settle(parameter)
-    biased = head.bias is not None
     try:
         result = resize()
         resized = snapshot.resized()
@@ -85,14 +84,17 @@ def resize_embeddings(model: Any, head: Head, resize: Callable[[], Any]) -> Any:
     except Exception:
         snapshot.restore()
         raise
-    if biased:
-        head.link_bias(bias_after(model, head.name, head.linear))
+    if head.loss.linear is not head.linear:
+        head.link_bias(None if head.bias is None else bias_after(model, head.name, head.linear))
     return model.get_input_embeddings() if is_module else result
 
 
 def _resize_in_place(head: Head, resized: Dict[Tensor, Tensor]) -> None:
     loss = head.loss
     optimizers = [each for each in known_optimizers() if isinstance(each, KNOWN_OPTIMIZERS)]
+    for parameter, values in resized.items():  # before the first change, since it may refuse
+        for optimizer in optimizers:
+            _states(loss._name, optimizer, [cast(nn.Parameter, parameter)], len(values))
     count = len(resized.get(head.linear.weight, head.linear.weight))
     if count != loss.num_classes:
         loss.resize_classes(count, optimizers=optimizers)  # first: it may refuse

@@ -12,8 +12,9 @@ from torch import nn
 from .. import optim
 from .._first_step import row_optimizer, row_sparse_tables
 from .._public import public_names
+from .._table import check_linear
 from ..linear_losses import LinearLoss, check_loss_class
-from ._heads import Head, transform_in
+from ._heads import Head, bias_after, transform_in, with_bias
 from ._logits import NoLogits, UnsupportedHeadError
 from ._resize_embeddings import resize_embeddings
 from .accelerate import Accelerator
@@ -38,6 +39,7 @@ class _WithLoss:
 
     def train(self, mode: bool = True) -> Any:
         super().train(mode)  # type: ignore[misc]
+        # Here rather than at a call with labels: the loss may be called by itself, as topk is.
         self._xsoftmax_head.loss.train(mode)
         return self
 
@@ -84,7 +86,8 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], *, name: Optional[str
     - Without `labels` it gives the logits that it gave before, and so `generate()`, pipelines and beams work.
     - The Linear, the model's parameters and its keys stay. `save_pretrained` writes a plain model; `from_pretrained` reads it without this package.
     - An embedding that is tied to the head gets `sparse=True` where the loss makes row-sparse gradients, so that the gradient of both stays row-sparse.
-    - `resize_token_embeddings` resizes loss, sampler and row optimizers too.
+    - `resize_token_embeddings` resizes loss and sampler, and carries the state of row optimizers
+      and of optimizers of `torch.optim` that have taken a step.
     - PEFT: call it with what `get_peft_model` returned. A head among `modules_to_save` is trained; a LoRA on the head is refused.
 
     Args:
@@ -95,7 +98,7 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], *, name: Optional[str
             its own code pairs logits and labels. A value goes past that code, for classes whose
             loss is no cross entropy.
         **kwargs: the loss's own arguments, without in_features, num_classes and bias.
-            `logit_scale` and `softcap` are those of the model.
+            `logit_scale` and `softcap` are those of the model; given, they must be equal to them.
 
     Returns:
         The loss. It shares its parameters with the model: give an optimizer `model.parameters()`
@@ -104,7 +107,8 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], *, name: Optional[str
     Raises:
         UnsupportedHeadError (a TypeError): a head that is no plain nn.Linear; at the first call
             with labels, a model whose objective is not the cross entropy of its head's logits,
-            changed at most by a bias, a scale and a soft cap
+            changed at most by a bias, a scale and a soft cap, or one with another `logit_scale`
+            or `softcap` than was given
         TypeError: a loss with parameters of its own, which no save_pretrained would keep
         ValueError: a model whose head is replaced already, or that has no output embeddings, and no
             name is given
@@ -117,14 +121,18 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], *, name: Optional[str
         raise ValueError(f"{who}: expected a model as Transformers made it, got one whose head is "
                          f"a {known.loss._name} already: call xs.restore_head(model, loss) first")
     name, linear = _linear(who, model, _head_name(who, model) if name is None else name)
+    given = {"logit_scale", "softcap"} & kwargs.keys()
     if _embedding(model, "output") is linear:
         kwargs = {**transform_in(model.config), **kwargs}
-    loss = loss_class.from_linear(linear, **kwargs)
+    check_linear(f"{loss_class.__name__}.from_linear", linear)
+    bias = bias_after(model, name, linear)
+    loss = loss_class.from_linear(with_bias(linear, bias), **kwargs)
+    loss.train(model.training)
     more = [key for key, _ in loss.named_parameters() if not key.startswith("linear.")]
     if more:
         raise TypeError(f"{who}: expected a loss whose parameters are those of the Linear, got "
                         f"{', '.join(more)} beside them")
-    head = Head(model, loss, name, shift)
+    head = Head(loss, linear, bias, name, shift, given)
     for module in model.modules() if loss._row_gradients() else ():
         if not isinstance(module, nn.Embedding) or module.weight is not linear.weight:
             continue
