@@ -146,7 +146,7 @@ class CaneLoss(CandidateLoss):
             ValueError, TypeError, IndexError, RuntimeError: as :class:`CaneLoss`
         """
         if not self.training:
-            return self.exact(input, target)
+            return self.exact(input, target, None)
         queries, counted = self._counted(input, target)
         found = self._candidates(queries, counted, list(input.shape[:-1]), candidates, generator)
         self.noise.prepare(self.linear.weight, self.linear.bias, generator)
