@@ -5,7 +5,7 @@ from typing import Dict, List, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from ._checks import check_number, check_reduction
+from ._checks import check_reduction
 from ._options import logit_options, option_text
 from ._table import flat_queries
 from .samplers import CandidateSet, columns_of
@@ -14,8 +14,8 @@ __all__ = ["linear_cross_entropy", "linear_entropy", "linear_log_prob", "sampled
 
 
 def _logit_options(name: str, logit_scale: float, softcap: Optional[float]) -> Dict[str, float]:
-    if softcap is not None:
-        check_number(name, "softcap", softcap, positive=True)  # 0 is no cap to the operator
+    if softcap == 0:  # no cap to the operator, which checks all else
+        raise ValueError(f"{name}: expected softcap as a finite number above 0, or None, got {softcap}")
     return logit_options(logit_scale, softcap)
 
 
@@ -148,7 +148,9 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
         IndexError: a target is not in [0, N) and not ignore_index, or an id is not in [0, N) (checked on the CPU).
         RuntimeError: a call inside ``torch.func.vmap``.
     """
-    if options.get("softcap", 1.0) is None:
+    if "softcap" in options and not options["softcap"]:
+        if options["softcap"] is not None:  # no cap to the operator, which checks all else
+            raise ValueError(f"sampled_softmax_loss: expected softcap as a finite number above 0, or None, got {options['softcap']}")
         del options["softcap"]
     return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, option_text(**options),
                                                    target_prob)

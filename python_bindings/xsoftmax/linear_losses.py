@@ -368,7 +368,7 @@ class LinearCrossEntropyLoss(LinearLoss):
             is ignored.
         logit_scale: a finite number above 0, by which scores ``linear(input)`` are multiplied, as in Cohere's models.
         softcap: a finite number above 0: logits are ``softcap * tanh(logit_scale * linear(input) / softcap)``, as in Gemma 2. None: no cap.
-        z_loss: a finite number of at least 0: the loss of each query gets ``z_loss * log_normaliser ** 2`` (Chowdhery et al., PaLM, 2022), weighted by its
+        z_loss: a finite number of at least 0: the loss of each query gets ``z_loss * log_normaliser ** 2`` (Chowdhery et al., 2022), weighted by its
             class weight and reduced as the loss is. The log normaliser is the logsumexp of all logits; with positives="mean", of each of several positives, the
             logsumexp of its logit and those of the classes that are no positive.
         device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.

@@ -115,6 +115,24 @@ TEST_F(Modules, PredictionIsThatOfTheLogits) {
   EXPECT_TRUE(torch::allclose(loss->log_prob(sequences), want));
 }
 
+TEST_F(Modules, LogitsAreScaledAndCapped) {
+  const LossOptions options{.bias = true, .logit_scale = 1.7, .softcap = 3.0, .z_loss = 0.1};
+  const auto check = [&](xsoftmax::nn::LinearLossImpl& loss) {
+    const Tensor logits = 3.0 * (loss.linear->forward(input) * (1.7 / 3.0)).tanh();
+    const Tensor z = logits.logsumexp(1).square().index_select(0, target.ge(0).nonzero().squeeze(1)).mean();
+    EXPECT_TRUE(loss.exact(input, target).allclose(F::cross_entropy(logits, target) + 0.1 * z));
+    EXPECT_TRUE(loss.log_prob(input).allclose(logits.log_softmax(1)));
+    const auto [values, ids] = loss.topk(input, 3);
+    EXPECT_TRUE(values.allclose(std::get<0>(logits.log_softmax(1).topk(3)), 1e-4, 1e-6));
+    EXPECT_TRUE(ids.equal(std::get<1>(loss.linear->forward(input).topk(3))));
+  };
+  LinearCrossEntropyLoss exact(kWidth, kClasses, options);
+  check(*exact);
+  SampledSoftmaxLoss sampled(kWidth, kClasses, Sampler(), SamplingOptions{.head = torch::arange(kClasses)}, options);
+  check(*sampled);
+  EXPECT_TRUE(sampled->forward(input, target).allclose(sampled->exact(input, target)));
+}
+
 TEST_F(Modules, PredictionLeavesOutWhatIsExcluded) {
   LinearCrossEntropyLoss loss(kWidth, kClasses, LossOptions{.bias = true});
   const Tensor sequences = torch::randn({2, 3, kWidth});
@@ -488,6 +506,10 @@ TEST_F(Modules, BadArgumentsThrow) {
   EXPECT_THROW(make({.head = torch::tensor({1.0})}), c10::TypeError);
   EXPECT_THROW(make({}, {.reduction = "max"}), c10::ValueError);
   EXPECT_THROW(make({}, {.label_smoothing = 1.5}), c10::ValueError);
+  EXPECT_THROW(make({}, {.logit_scale = 0.0}), c10::ValueError);
+  EXPECT_THROW(make({}, {.softcap = -1.0}), c10::ValueError);
+  EXPECT_THROW(make({}, {.z_loss = -0.1}), c10::ValueError);
+  EXPECT_THROW(make({.estimator = "nce"}, {.z_loss = 0.1}), c10::ValueError);
   EXPECT_THROW(make({}, {.weight = torch::ones(3)}), c10::ValueError);
   EXPECT_THROW(make({}, {.weight = torch::ones(kClasses), .label_smoothing = 0.1}), c10::ValueError);
   EXPECT_THROW(make({}, {}, samplers::UniformSampler(kClasses - 1, 3).ptr()), c10::ValueError);

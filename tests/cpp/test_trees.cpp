@@ -276,6 +276,7 @@ TEST_F(Trees, BadArguments) {
   const auto midx = samplers::MidxSampler(kClasses, kWidth, samplers::MidxOptions{.codewords = 4}).ptr();
   EXPECT_THROW(BeamTreeLoss(kWidth, tree, BeamTreeOptions{.num_candidates = 2, .num_noises = 1, .noise_sampler = midx}), c10::ValueError);
   EXPECT_THROW(HierarchicalSoftmaxLoss(kWidth, tree, LossOptions{.label_smoothing = 0.1}), c10::ValueError);
+  EXPECT_THROW(HierarchicalSoftmaxLoss(kWidth, tree, LossOptions{.softcap = 30.0}), c10::ValueError);
   HierarchicalSoftmaxLoss loss(kWidth, tree);
   EXPECT_THROW(loss->forward(input, target.clone().fill_(40)), c10::IndexError);
   EXPECT_THROW(loss->forward(input, target.slice(0, 1)), c10::ValueError);

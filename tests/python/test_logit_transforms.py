@@ -404,8 +404,13 @@ def test_options_out_of_range(name, value, error):
                  lambda *args, **options: xs.CaneLoss(*args, candidates=3, **options)):
         with pytest.raises(error, match=f"expected {name} as a"):
             make(D, N, **{name: value})
+    input, weight, _, target = problem()
+    if isinstance(value, float):
+        with pytest.raises(ValueError, match=f"expected {name} as a finite number"):
+            xs.functional.linear_cross_entropy(input, weight, target, **{name: value})
+        with pytest.raises(ValueError, match=f"expected {name} as a finite number"):
+            xs.functional.sampled_softmax_loss(input, weight, target, drawn_sets(), **{name: value})
     if isinstance(value, float) and (name, value) != ("softcap", 0.0):
-        input, weight, _, target = problem()
         for call in (lambda text: ops.linear_cross_entropy(input, weight, None, target, None, text),
                      lambda text: ops.linear_positives_loss(input, weight, None, target[:, None], None, text),
                      lambda text: ops.sampled_softmax_loss(input, weight, None, target, *xs.samplers.columns_of(drawn_sets()), None, None, text)):
@@ -438,6 +443,10 @@ def test_steps_without_scores_refuse_the_options():
     candidates = [None, torch.arange(3), None, torch.zeros(3), None]
     with pytest.raises(ValueError, match="expected logit_scale of 1, no softcap and no z_loss"):
         ops.linear_candidate_loss(input, weight, bias, target, candidates, [0, 3], "softcap=2.0")
+    tree = xs.LabelTree.balanced(N, 3)
+    edges = torch.randn(tree.num_edges, D)
+    with pytest.raises(ValueError, match="beam_tree_loss: expected logit_scale of 1, no softcap and no z_loss"):
+        ops.beam_tree_loss(input, edges, None, target, tree.tables(), list(tree.layer_sizes), *xs.samplers.columns_of(drawn_sets()), None, "z_loss=0.1")
 
 
 def test_an_estimator_in_python_sees_logits():
