@@ -47,7 +47,7 @@ class Modules : public testing::Test {
 TEST_F(Modules, SoftTargetsLogProbabilitiesAndEntropyAreThoseOfDenseLogits) {
   LinearCrossEntropyLoss loss(kWidth, kClasses, LossOptions{.bias = true});
   SampledSoftmaxLoss sampled(kWidth, kClasses, samplers::FixedSampler(kClasses, torch::arange(kClasses)).ptr(), SamplingOptions{},
-                             LossOptions{.bias = true, .linear = loss->linear});
+                             LossOptions{.linear = loss->linear});
   const Tensor ids = torch::randint(kClasses, {7, 3}), prob = torch::rand({7, 3});
   const Tensor log_p = torch::log_softmax(loss->linear->forward(input), -1);
   EXPECT_TRUE(torch::allclose(loss->log_prob(input, ids), log_p.gather(1, ids), 1e-5, 1e-5));
