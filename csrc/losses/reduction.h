@@ -34,7 +34,7 @@ void check_class_weight(const char* op, const OptionalTensor& class_weight, cons
 /// 0 times NaN would reach the gradient of the table. input itself where the CPU sees that none is.
 at::Tensor counted_rows(const at::Tensor& input, const at::Tensor& target, const c10::SymInt& ignore_index);
 
-// counted_queries(input [*, D], target [*], weight [N, D], ignore_index) -> (queries [Q, D], target [Q]): what samplers are shown of a batch,
+// counted_queries(input [*, D], target [*], weight [N, D], ignore_index, soft) -> (queries [Q, D], target [Q]): what samplers are shown of a batch,
 // without gradient: zeros and -1 for a query that is ignored, which may hold anything; on the CPU input itself where none is. Of several
 // positives, target [*, T], [Q, T]: the different ones (losses/several_positives.h), the first once more in the place of padding. All that is
 // wrong with a batch is said here, before a sampler changes.

@@ -160,7 +160,7 @@ class CaneLoss(CandidateLoss):
                     raise TypeError(f"{self._name}: expected candidates of dtype int64, got "
                                     f"{str(candidates.dtype).removeprefix('torch.')}: {hint}")
         if not self.training:
-            return self.exact(input, target)
+            return self.exact(input, target, None)
         queries, counted = self._counted(input, target)
         found = self._candidates(queries, counted, list(input.shape[:-1]), candidates, generator)
         self.noise.prepare(self.linear.weight, self.linear.bias, generator)
