@@ -129,7 +129,7 @@ def test_log_prob_of_another_width():
 
 
 def test_a_sampler_of_counts_cannot_be_had_by_its_name_alone():
-    with pytest.raises(ValueError, match=r'for "unigram", got none: give a UnigramSampler\(counts, num_samples\)'):
+    with pytest.raises(ValueError, match=r'for "unigram", got none: use xs.samplers.UnigramSampler\(counts, num_samples\)'):
         xs.SampledSoftmaxLoss(D, N, sampler="unigram", num_samples=4)
 
 
