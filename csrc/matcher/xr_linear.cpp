@@ -191,7 +191,7 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
 
 Tensor XRLinear::predict_csr(const Tensor& queries, int64_t topk, int64_t beam) const {
   TORCH_CHECK_TYPE(queries.layout() == at::kSparseCsr, kName, ": expected queries as a sparse CSR tensor, got layout ", queries.layout());
-  check::dim(kName, "queries", queries, 2);
+  TORCH_CHECK_VALUE(queries.dim() == 2, kName, ": expected queries with 2 dimensions, got shape ", queries.sizes());
   check::size(kName, "queries", queries, 1, features_, "the features of the model");
   const auto [offsets, labels, scores] = predict(queries.crow_indices(), queries.col_indices(), queries.values(), std::nullopt, 0, topk, beam);
   // Columns of such a tensor rise.

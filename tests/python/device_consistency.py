@@ -3,7 +3,8 @@
 A process of its own (test_device_consistency.py):  python device_consistency.py LIBRARY WAY [SHARD SHARDS]
 
 LIBRARY: tests/cpp/cuda_stand_in.cpp. WAY: "eager", steps of every combination and of the matcher; "compile" and
-"export", torch.compile and torch.export of every sampler and loss. A module goes to the device by its own `.to()`, so
+"export", torch.compile and torch.export of every sampler and loss; "values", every operator, whose composite gives on
+tensors elsewhere (elsewhere.py) what the operator gives on the CPU. A module goes to the device by its own `.to()`, so
 that what it keeps on the CPU stays there. An operator that mixes devices fails under FakeTensorMode (but for scalars on
 the CPU), and so does a step that reads a value on the host.
 """
@@ -22,6 +23,9 @@ ctypes.CDLL(sys.argv[1])
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
+import elsewhere  # noqa: E402
+import op_samples  # noqa: E402
+import test_cuda_device as cuda  # noqa: E402
 import xsoftmax as xs  # noqa: E402
 from combinations import COMBINATIONS, D, N, Q  # noqa: E402
 
@@ -123,11 +127,27 @@ def each_part():
     return {name: COMBINATIONS[name] for name in first.values()}
 
 
+# Gives tables other memory by a call that no dispatcher sees.
+OF_MEMORY = {"streaming_resize_"}
+
+
+def compare_values(name):
+    """Holds results and arguments of an operator against those of the CPU."""
+    operator, on_cpu, away = getattr(torch.ops.xsoftmax, name), op_samples.samples()[name], elsewhere.moved(op_samples.samples()[name])
+    with torch.no_grad():
+        expected = operator(*on_cpu)
+        with elsewhere.Device():
+            found = operator(*away)
+    cuda.assert_close(elsewhere.returned([found, away]), elsewhere.returned([expected, on_cpu]), 1e-4)
+
+
 def jobs(way):
     """Returns name -> function for each thing to do."""
     if way == "eager":
         matchers = {f"HierarchicalMatcher, {reduction}": lambda reduction=reduction: run_matcher(reduction) for reduction in ("mean", "sum", "none")}
         return matchers | {name: lambda made=made: run(made) for name, made in COMBINATIONS.items()}
+    if way == "values":
+        return {name: lambda name=name: compare_values(name) for name in cuda.NAMES if name not in cuda.BY_ANOTHER_GENERATOR | OF_MEMORY}
     trace = {"compile": compiled, "export": exported}[way]
     return {name: lambda made=made: run_traced(made, trace) for name, made in each_part().items()}
 
