@@ -176,7 +176,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
 
 Tensor without_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
                         std::string_view text) {
-  const auto options = parse_options<CrossEntropyOptions>(kOp, text);
+  const CrossEntropyOptions options = check_linear_cross_entropy(input, weight, bias, target, class_weight, text);
   check::finite_queries(kOp, "input", input, target, options.ignore_index);
   const Tensor counted = counted_rows(input, target, options.ignore_index);
   const Tensor loss = std::get<0>(call_forward(counted, weight, bias, target, class_weight, text, /*save_logits=*/false));

@@ -128,11 +128,9 @@ std::tuple<Tensor, Tensor, Tensor> softmax_autocast(const Tensor& input, const T
 
 Tensor scores_of_all(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   constexpr const char* op = "linear_scores";
-  check::floating(op, "input", input);
-  check::same_dtype(op, "weight", weight, "input", input);
-  if (given(bias)) {
-    check::same_dtype(op, "bias", *bias, "input", input);
-  }
+  check::strided(op, "input", input);
+  TORCH_CHECK_VALUE(input.dim() >= 1, op, ": expected input of shape [*, D], got a tensor without dimensions");
+  check::linear(op, input.unsqueeze(0).flatten(0, -2), weight, bias);
   const auto dtype = opmath_dtype(input.scalar_type());
   return at::linear(input.to(dtype), weight.to(dtype), given(bias) ? OptionalTensor(bias->to(dtype)) : bias);
 }

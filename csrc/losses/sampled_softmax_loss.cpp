@@ -34,6 +34,9 @@ void check_arguments(const Tensor& input, const Tensor& weight, const Tensor& ta
   if (given(log_z)) {
     check::dim(kOp, "log_z", *log_z, 0);
     check::floating(kOp, "log_z", *log_z);
+    if (!log_z->is_cpu()) { // a number on the host goes with scores on any device
+      check::same_device(kOp, "log_z", *log_z, "input", input);
+    }
   }
   reduction_code(kOp, options.reduction);
   check_logits(kOp, options);

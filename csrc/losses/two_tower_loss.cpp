@@ -161,20 +161,19 @@ void check_everyone(at::TensorList everyone, const Tensor& query) {
 
 void check_topk(const char* op, const Tensor& query, const Tensor& item_vectors, const Tensor& temperature, const c10::SymInt& k,
                 const OptionalTensor& exclude) {
-  check::strided(op, "query", query);
   check::floating(op, "query", query);
   TORCH_CHECK_VALUE(query.dim() >= 1, op, ": expected query of shape [*, D], got ", query.sym_sizes());
-  check::strided(op, "item_vectors", item_vectors);
   check::dim(op, "item_vectors", item_vectors, 2);
   check::floating(op, "item_vectors", item_vectors);
   check::same_device(op, "item_vectors", item_vectors, "query", query);
   check::size(op, "item_vectors", item_vectors, 1, query.sym_size(-1), "the width of query");
-  check::strided(op, "temperature", temperature);
   check::dim(op, "temperature", temperature, 0);
   check::floating(op, "temperature", temperature);
+  if (!temperature.is_cpu()) { // a number on the host goes with vectors on any device
+    check::same_device(op, "temperature", temperature, "query", query);
+  }
   TORCH_CHECK_VALUE(k >= 0 && k <= item_vectors.sym_size(0), op, ": expected k in [0, ", item_vectors.sym_size(0), "] (the rows of item_vectors), got ", k);
   if (given(exclude)) {
-    check::strided(op, "exclude", *exclude);
     check::int64(op, "exclude", *exclude);
     check::same_device(op, "exclude", *exclude, "query", query);
   }

@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/shape_checks.h"
+#include "core/state_lock.h"
 #include "optim/settle.h"
 #include "samplers/sampling.h"
 
@@ -96,15 +97,27 @@ void adaptive_grow_(const Tensor& recent, at::TensorList index, at::TensorList g
   recent.add_(added);
 }
 
+namespace {
+
+// A draw waits for a refresh by another thread, and the other way round: counts are exact for one index, not for a half of two.
+std::shared_mutex& lock_of(const char* op, at::TensorList index) {
+  TORCH_CHECK_VALUE(!index.empty(), op, ": expected an index of tables, got none");
+  return state_lock(index.back());
+}
+
+} // namespace
+
 PrivateDraws adaptive_sample(std::string_view family, const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList index,
                              std::string_view options) {
   check::given_tensors("adaptive_sample", {{"seed", &seed}, {"queries", &queries}});
+  const std::shared_lock guard(lock_of("adaptive_sample", index));
   return operator_of<PrivateDraws(const Tensor&, const Tensor&, const OptionalTensor&, at::TensorList, std::string_view)>(family, "_sample")
       .call(seed, queries.detach(), target, detached(index), options);
 }
 
 Tensor adaptive_log_count(std::string_view family, const Tensor& queries, const Tensor& ids, at::TensorList index, std::string_view options) {
   check::given_tensors("adaptive_log_count", {{"queries", &queries}, {"ids", &ids}});
+  const std::shared_lock guard(lock_of("adaptive_log_count", index));
   return operator_of<Tensor(const Tensor&, const Tensor&, at::TensorList, std::string_view)>(family, "_log_count")
       .call(queries.detach(), ids, detached(index), options);
 }
@@ -112,6 +125,7 @@ Tensor adaptive_log_count(std::string_view family, const Tensor& queries, const 
 Tensor adaptive_refresh_(std::string_view family, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList index,
                          std::string_view options, std::optional<at::Generator> generator) {
   check::given_tensors("adaptive_refresh_", {{"weight", &weight}, {"step", &step}});
+  const std::lock_guard guard(state_lock(step));
   return operator_of<Tensor(const Tensor&, const OptionalTensor&, const Tensor&, at::TensorList, std::string_view, std::optional<at::Generator>)>(family,
                                                                                                                                                   "_refresh_")
       .call(weight.detach(), detached(bias), step, detached(index), options, std::move(generator));
@@ -120,6 +134,7 @@ Tensor adaptive_refresh_(std::string_view family, const Tensor& weight, const Op
 void adaptive_step_(std::string_view family, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList index,
                     std::string_view options, std::optional<at::Generator> generator) {
   check::given_tensors("adaptive_step_", {{"weight", &weight}, {"step", &step}});
+  const std::lock_guard guard(state_lock(step));
   operator_of<void(const Tensor&, const OptionalTensor&, const Tensor&, at::TensorList, std::string_view, std::optional<at::Generator>)>(family, "_step_")
       .call(weight.detach(), detached(bias), step, detached(index), options, std::move(generator));
 }

@@ -178,7 +178,7 @@ def _is_left_out(optimizer: torch.optim.Optimizer, tables: Dict[int, "TableModul
             if table is None or id(table) in owned or module in _warned:
                 continue
             grad = table.grad
-            if grad is None or grad.layout != torch.sparse_coo:
+            if type(grad) is not torch.Tensor or grad.layout != torch.sparse_coo:  # not of another FakeTensorMode
                 continue
             is_left_out = True
             entries, growths = _grown.get(table, (0, 0))

@@ -116,7 +116,7 @@ def test_json_and_version(files, capsys):
 @pytest.mark.parametrize("command, message", [
     (["train", "{path}/none.txt", "{path}/m"], "train: read_examples: there is no file"),
     (["train", "{path}/train.x.npz", "{path}/m"], "train: --labels: expected the .npz with the labels of"),
-    (["train", "{path}", "{path}/m"], "train: read_examples: expected a file, got the folder"),
+    (["train", "{path}", "{path}/m"], "as a file, got a folder"),
     (["train", "{path}/empty.txt", "{path}/m"], "expected at least one example"),
     (["predict", "{path}/test.txt", "{path}/found.npz", "{path}/m", "--topk", "0"], "--topk: expected at least 1, got 0"),
     (["train", "{path}/train.txt", "{path}"], "expected path as a new folder or one with a model"),

@@ -80,7 +80,7 @@ def test_files_and_bad_options(tmp_path, capsys):
         sp.save_npz(tmp_path / f"set.{part}.x.npz", X)
         sp.save_npz(tmp_path / f"set.{part}.y.npz", Y)
     assert run(train, *SMALL, "--data", tmp_path / "set", "--output", tmp_path / "out") == 0
-    for options, message in ((["--data", tmp_path / "none"], "--data: read_sparse: there is no file"),
+    for options, message in ((["--data", tmp_path / "none"], "--data: read_examples: there is no file"),
                              (["--data", tmp_path / "set", "--encoder", "transformer"], "--encoder transformer: expected texts"),
                              (["--data", tmp_path / "set", "--encoder", "transformer", "--init", "prototypes"], "that tells texts apart")):
         assert run(train, *SMALL, *options, "--output", tmp_path / "out") == 2

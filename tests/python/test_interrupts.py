@@ -126,7 +126,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     path = tmp_path / "tree"
     xs.LabelTree.balanced(30).save(path)
     before = path.read_bytes()
-    with pytest.raises(KeyboardInterrupt), replaced(path) as draft:
+    with pytest.raises(KeyboardInterrupt), replaced("save", path) as draft:
         Path(draft).write_bytes(b"half")
         raise KeyboardInterrupt
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

@@ -284,7 +284,7 @@ def test_numbers_of_numpy_are_options():
 
 
 def test_option_text():
-    with pytest.raises(ValueError, match="row_adam_state: expected options among lr, beta1, beta2, eps, weight_decay, row_wise, "
+    with pytest.raises(ValueError, match="row_adam_state: expected options among lr, beta1, beta2, eps, weight_decay, maximize, row_wise, "
                        "stochastic_rounding, state_dtype, got 'rate'"):
         ops.row_adam_state(torch.ones(2), True, "rate=1")
     for text in ("lr=x", "lr=", "lr=1e-3x", "lr", "lr=1,lr=1", "lr=1,,"):

@@ -65,7 +65,7 @@ def test_one_that_wants_noise_is_given_both_kinds():
     loss = xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=3, head_classes=4, estimator="outside-noise")
     assert loss(torch.randn(2, D), torch.tensor([0, 7])).isfinite()
     assert sorted(seen[0].tolist()) == [False] * 4 + [True] * 3
-    with pytest.raises(ValueError, match="expected a head or a sampler of distinct classes"):
+    with pytest.raises(ValueError, match="expected candidates .head classes, or draws without replacement"):
         xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=3, estimator="outside-noise")
 
 

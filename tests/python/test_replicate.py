@@ -236,7 +236,7 @@ def misuse(rank):
         xs.distributed.replicate(LOSSES["shared"](), mesh)
     xs.distributed.replicate(LOSSES["shared"](), mesh["b"])
     # The loss alone was replicated, so DistributedDataParallel(model) does not know.
-    with pytest.raises(RuntimeError, match="expected a model that xs.distributed.replicate"):
+    with pytest.raises(RuntimeError, match="call xs.distributed.replicate"):
         DistributedDataParallel(Model(loss))(*batch(0, rank))
     again = copy.deepcopy(loss)
     again(torch.randn(3, D), torch.arange(3)).backward()  # a copy is not replicated

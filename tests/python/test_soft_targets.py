@@ -227,7 +227,7 @@ def test_compiled():
 
 @pytest.mark.parametrize("call, error, message", [
     (lambda loss, x, t, p: loss(x, t, target_prob=p[:, :2]), ValueError, "expected target_prob of the shape of target"),
-    (lambda loss, x, t, p: loss(x, t[:, 0], target_prob=p[:, 0]), ValueError, r"expected target of shape \[\*, T\] beside target_prob"),
+    (lambda loss, x, t, p: loss(x, t[:, 0], target_prob=p[:, 0]), ValueError, r"expected target of shape \[\*, T\] with target_prob"),
     (lambda loss, x, t, p: loss(x, t, target_prob=p.long()), TypeError, "expected target_prob of dtype float32"),
     (lambda loss, x, t, p: loss(x, t + N, target_prob=p), IndexError, "target"),
     (lambda loss, x, t, p: loss.log_prob(x, t + N), IndexError, "linear_log_prob: .* ids"),
@@ -244,8 +244,8 @@ def test_errors(sampled, call, error, message):
 
 def test_options_that_do_not_go_with_soft_targets():
     target, prob = torch.randint(N, (Q, T)), torch.rand(Q, T)
-    for options, message in ((dict(estimator="ranking"), "estimator=\"sampled_softmax\" beside target_prob"),
-                             (dict(label_smoothing=.1), "label_smoothing=0 beside target_prob")):
+    for options, message in ((dict(estimator="ranking"), "estimator=\"sampled_softmax\" with target_prob"),
+                             (dict(label_smoothing=.1), "label_smoothing=0 with target_prob")):
         with pytest.raises(ValueError, match=message):
             xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=5, **options)(torch.randn(Q, D), target, target_prob=prob)
 

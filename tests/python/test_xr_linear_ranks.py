@@ -235,7 +235,7 @@ def test_a_shared_tree_is_that_of_one_process(size, arity, leaf):
 
 def refused_trees(rank):
     vectors, group = sp.random(50, 9, 0.5, format="csr", dtype=np.float32, random_state=0), torch.distributed.group.WORLD
-    with pytest.raises(TypeError, match="LabelTree.from_vectors: expected max_leaf_size and a scipy CSR matrix beside group, got Tensor"):
+    with pytest.raises(TypeError, match="LabelTree.from_vectors: expected max_leaf_size and a scipy sparse matrix beside group, got Tensor"):
         xs.LabelTree.from_vectors(torch.from_numpy(vectors.toarray()), 3, max_leaf_size=4, group=group)
     with pytest.raises(ValueError, match=r"got vectors of \[50, 9\] \(digest \w+\) on rank 0 and \[50, 9\]"):
         xs.LabelTree.from_vectors(vectors * np.float32(1 + rank), 3, max_leaf_size=4, group=group)
