@@ -173,7 +173,8 @@ def outside(candidates):
     (lambda: ComplementSampler(UniformSampler(9, 5, shared=False), 2), ValueError, "a multiple of num_samples = 2 for each query, got 5"),
     (lambda: ComplementSampler(UniformSampler(9, 0, shared=False), 2), ValueError, "a multiple of num_samples = 2 for each query, got 0"),
     (lambda: ComplementSampler(UniformSampler(9, 4, shared=False), 2, num_classes=8), ValueError, "expected num_classes=9, that of the sampler, got 8"),
-    (lambda: ComplementSampler(None, 2, num_classes=9).log_count(torch.zeros(1, 1), torch.arange(2)), ValueError, "expected counts of a draw, got a call of log_count"),
+    (lambda: ComplementSampler(None, 2, num_classes=9).log_count(torch.zeros(1, 1), torch.arange(2)),
+     ValueError, "expected counts of a draw, got a call of log_count"),
 ])
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
