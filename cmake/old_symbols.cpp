@@ -64,6 +64,15 @@ int old_trylock(pthread_mutex_t* mutex);
 XS_OLD(old_trylock, "pthread_mutex_trylock", XS_FIRST_GLIBC);
 int __wrap_pthread_mutex_trylock(pthread_mutex_t* mutex) { return old_trylock(mutex); }
 
+// What std::shared_mutex calls.
+#define XS_OLD_LOCK(name)                    \
+  int old_##name(pthread_rwlock_t*);         \
+  XS_OLD(old_##name, #name, XS_FIRST_GLIBC); \
+  int __wrap_##name(pthread_rwlock_t* lock) { return old_##name(lock); }
+XS_OLD_LOCK(pthread_rwlock_rdlock)
+XS_OLD_LOCK(pthread_rwlock_wrlock)
+XS_OLD_LOCK(pthread_rwlock_unlock)
+
 // Before 2.33 these were inline functions over two with the number of the struct's layout.
 #if defined(__x86_64__)
 constexpr int kStatLayout = 1;
@@ -71,10 +80,13 @@ constexpr int kStatLayout = 1;
 constexpr int kStatLayout = 0;
 #endif
 int old_stat(int layout, const char* path, struct stat* found);
+int old_lstat(int layout, const char* path, struct stat* found);
 int old_fstat(int layout, int handle, struct stat* found);
 XS_OLD(old_stat, "__xstat", XS_FIRST_GLIBC);
+XS_OLD(old_lstat, "__lxstat", XS_FIRST_GLIBC);
 XS_OLD(old_fstat, "__fxstat", XS_FIRST_GLIBC);
 int __wrap_stat(const char* path, struct stat* found) { return old_stat(kStatLayout, path, found); }
+int __wrap_lstat(const char* path, struct stat* found) { return old_lstat(kStatLayout, path, found); }
 int __wrap_fstat(int handle, struct stat* found) { return old_fstat(kStatLayout, handle, found); }
 
 // std::condition_variable::wait(std::unique_lock<std::mutex>&)

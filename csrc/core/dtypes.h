@@ -31,4 +31,10 @@ decltype(auto) dispatch_floating(at::ScalarType dtype, Function&& function) {
   }
 }
 
+/// The same for the dtype of sums, opmath_dtype: float or double.
+template <typename Function>
+decltype(auto) dispatch_sums(at::ScalarType dtype, Function&& function) {
+  return dtype == at::kDouble ? function(double{}) : function(float{});
+}
+
 } // namespace xsoftmax

@@ -9,7 +9,6 @@
 #include "losses/linear_cross_entropy.h"
 #include "losses/logit_blocks.h"
 #include "losses/softmax_rows.h"
-#include "scores/row_kernels.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -99,11 +98,9 @@ struct GroupSums {
   }
 };
 
-// T: of the products.
-template <typename T>
+// A: of the logits.
+template <typename A>
 class ForwardPass {
-  using A = opmath<T>;
-
  public:
   ForwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const LogitOptions& transform, const SavedLogits& saved)
       : operands_(operands), plan_(plan), terms_(terms), saved_(saved), transform_(transform, operands), bias_(transform_.remaining_bias()),
@@ -133,14 +130,9 @@ class ForwardPass {
  private:
   // The products of a block; those that the backward pass will want are made where they stay.
   Tensor logits(BlockScratch& scratch, const ClassBlock& block) const {
-    const Tensor saved = block.saved ? saved_.of(block, queries_) : Tensor();
-    const bool in_place = block.saved && saved.scalar_type() == operands_.dtype;
-    Tensor out = in_place ? saved : scratch.logits_buffer(block);
+    const Tensor out = block.saved ? saved_.of(block, queries_) : scratch.logits_buffer(block);
     multiply(out, operands_.input, scratch.rows(block).t(), {.bfloat16 = operands_.rounds});
     transform_.apply(out, block);
-    if (block.saved && !in_place) {
-      saved.copy_(out);
-    }
     return out;
   }
 
@@ -150,7 +142,7 @@ class ForwardPass {
     const double weight_sum = terms_.even > 0 && weight != nullptr ? std::accumulate(weight, weight + block.size, 0.0) : double(block.size);
     at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
       for (int64_t q = first; q < last; ++q) {
-        const T* row = const_data<T>(logits) + q * logits.stride(0);
+        const A* row = const_data<A>(logits) + q * logits.stride(0);
         softmax_rows().of(row).fold(&sums.max[q], &sums.sum[q], row, bias, block.size);
         if (terms_.even > 0) {
           // About the running maximum, so that logits far from 0 lose no digits in a float sum.
@@ -160,8 +152,7 @@ class ForwardPass {
         }
         const int64_t j = terms_.target[q] - block.begin;
         if (uint64_t(j) < uint64_t(block.size)) {
-          row_kernels().of(row).widen_row(&target_logit_[q], row + j, 1);
-          target_logit_[q] += bias == nullptr ? A(0) : bias[j];
+          target_logit_[q] = row[j] + (bias == nullptr ? A(0) : bias[j]);
         }
       }
     });
@@ -183,18 +174,16 @@ class ForwardPass {
   const BlockPlan plan_;
   const LossTerms<A> terms_;
   const SavedLogits saved_;
-  const BlockTransform<T> transform_;
+  const BlockTransform<A> transform_;
   const A* const bias_;
   const int64_t queries_;
   std::vector<A> target_logit_;
   std::vector<GroupSums<A>> groups_;
 };
 
-// T: of the products.
-template <typename T>
+// A: of the logits.
+template <typename A>
 class BackwardPass {
-  using A = opmath<T>;
-
  public:
   // grad [Q], normalizer [2, Q].
   BackwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const LogitOptions& transform, const A* grad,
@@ -233,37 +222,27 @@ class BackwardPass {
     const A* weight = terms_.class_weight == nullptr || terms_.even == 0 ? nullptr : terms_.class_weight + block.begin;
     at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
       for (int64_t q = first; q < last; ++q) {
-        T* row = data<T>(slope) + q * block.size;
+        A* row = data<A>(slope) + q * block.size;
         const auto& kernels = softmax_rows().of(row);
         const bool ignored = terms_.ignored(q);
         const A target_grad = ignored ? A(0) : grad_[q] * terms_.target_weight(q);
         const A even = ignored || terms_.even == 0 ? A(0) : A(grad_[q] * terms_.even);
         const A max = normalizer_[q], scale = A((target_grad + even * terms_.weight_sum + z_grad(q, ignored)) * std::exp(-normalizer_[queries_ + q]));
-        const A* saved_row = block.saved ? const_data<A>(saved) + q * saved.stride(0) : nullptr;
+        const A* logits = block.saved ? const_data<A>(saved) + q * saved.stride(0) : row;
         const int64_t j = terms_.target[q] - block.begin;
         const bool here = uint64_t(j) < uint64_t(block.size);
         A at_target = target_grad; // what the gradient of the target's score is lowered by
         if (transform_.active()) { // read before the gradient overwrites the logit
-          at_target *= here ? transform_.derivative(block.saved ? saved_row[j] : widened(row + j)) : A(1);
-          block.saved ? kernels.transformed_gradient_of_saved(row, saved_row, weight, max, scale, even, block.size, transform_.rows())
-                      : kernels.transformed_gradient(row, row, weight, max, scale, even, block.size, transform_.rows());
-        } else if (block.saved) {
-          kernels.gradient_of_saved(row, saved_row, bias, weight, max, scale, even, block.size);
+          at_target *= here ? transform_.derivative(logits[j]) : A(1);
+          kernels.transformed_gradient(row, logits, weight, max, scale, even, block.size, transform_.rows());
         } else {
-          kernels.gradient(row, row, bias, weight, max, scale, even, block.size);
+          kernels.gradient(row, logits, bias, weight, max, scale, even, block.size);
         }
         if (here) {
-          const A value = widened(row + j) - at_target;
-          row_kernels().of(row).round_row(row + j, &value, 1);
+          row[j] -= at_target;
         }
       }
     });
-  }
-
-  static A widened(const T* number) {
-    A value;
-    row_kernels().of(number).widen_row(&value, number, 1);
-    return value;
   }
 
   // The gradient of the log normaliser that z_loss adds.
@@ -280,7 +259,7 @@ class BackwardPass {
   const A* const grad_;
   const A* const normalizer_;
   const SavedLogits saved_;
-  const BlockTransform<T> transform_;
+  const BlockTransform<A> transform_;
   const A* const bias_;
   const int64_t queries_;
 };
@@ -301,10 +280,9 @@ CrossEntropyState linear_cross_entropy_forward_cpu(const Tensor& input, const Te
   }
   const LinearOperands operands(input, weight, bias);
   const BlockPlan plan = plan_blocks(queries, classes, input.size(1), saved, queries * int64_t(sizeof(double)) * 3, operands.dtype);
-  dispatch_floating(operands.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    using A = opmath<T>;
-    ForwardPass<T>(operands, plan, inputs.terms<A>(), options, {saved_logits}).run(data<A>(loss), data<A>(normalizer));
+  dispatch_sums(operands.dtype, [&](auto zero) {
+    using A = decltype(zero);
+    ForwardPass<A>(operands, plan, inputs.terms<A>(), options, {saved_logits}).run(data<A>(loss), data<A>(normalizer));
   });
   return {loss, normalizer, saved_logits};
 }
@@ -331,10 +309,9 @@ LinearGradients linear_cross_entropy_backward_cpu(const Tensor& grad, const Tens
   const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
   const Tensor grad_bias = at::empty({want_bias ? classes : 0}, sums);
   const Tensor loss_grad = grad.contiguous(), state = normalizer.contiguous();
-  dispatch_floating(operands.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    using A = opmath<T>;
-    const BackwardPass<T> pass(operands, plan, inputs.terms<A>(), options, const_data<A>(loss_grad), const_data<A>(state), {saved_logits.contiguous()});
+  dispatch_sums(operands.dtype, [&](auto zero) {
+    using A = decltype(zero);
+    const BackwardPass<A> pass(operands, plan, inputs.terms<A>(), options, const_data<A>(loss_grad), const_data<A>(state), {saved_logits.contiguous()});
     pass.run(parts, want_weight ? grad_weight : Tensor(), want_bias ? grad_bias : Tensor(), /*add=*/false);
   });
   const Tensor grad_input = at::empty({want_input ? queries : 0, features}, input.options());
@@ -375,9 +352,8 @@ CrossEntropyWithGradients linear_cross_entropy_with_gradients_cpu(const Tensor& 
   const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
   const Tensor grad_bias = at::empty({want_bias ? classes : 0}, input.options());
   const SavedLogits saved{at::empty({classes * step}, input.options()), /*packed=*/true};
-  dispatch_floating(input.scalar_type(), [&](auto zero) {
-    using T = decltype(zero);
-    using A = opmath<T>;
+  dispatch_sums(input.scalar_type(), [&](auto zero) {
+    using A = decltype(zero);
     LossTerms<A> terms = inputs.terms<A>();
     std::vector<A> normalizer(2 * step);
     for (int64_t first = 0; first < queries; first += step) {
@@ -385,9 +361,9 @@ CrossEntropyWithGradients linear_cross_entropy_with_gradients_cpu(const Tensor& 
       const LinearOperands operands(query.narrow(0, first, count), weight, bias);
       const BlockPlan plan = plan_blocks(count, classes, features, classes, want_input ? count * features * int64_t(sizeof(A)) : 0, operands.dtype);
       terms.target = inputs.target.const_data_ptr<int64_t>() + first;
-      ForwardPass<T>(operands, plan, terms, options, saved).run(data<A>(loss) + first, normalizer.data());
+      ForwardPass<A>(operands, plan, terms, options, saved).run(data<A>(loss) + first, normalizer.data());
       const Tensor parts = want_input ? recycled_empty({plan.groups, count, features}, input.options()) : Tensor();
-      BackwardPass<T>(operands, plan, terms, options, const_data<A>(loss_grad) + first, normalizer.data(), saved)
+      BackwardPass<A>(operands, plan, terms, options, const_data<A>(loss_grad) + first, normalizer.data(), saved)
           .run(parts, want_weight ? grad_weight : Tensor(), want_bias ? grad_bias : Tensor(), /*add=*/first > 0);
       if (want_input) {
         join_parts(parts, grad_input.narrow(0, first, count));

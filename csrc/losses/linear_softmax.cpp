@@ -12,6 +12,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linear.h>
@@ -27,6 +28,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <tuple>
 
 namespace xsoftmax {
 namespace {
@@ -126,19 +128,60 @@ std::tuple<Tensor, Tensor, Tensor> softmax_autocast(const Tensor& input, const T
   return call_softmax(cast.input, cast.weight, cast.bias, ids, entropy, options);
 }
 
+// F.linear of 16-bit operands with float32 sums, without a copy of the whole table in float32.
+Tensor wide_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  constexpr int64_t kRows = 4096;
+  const auto dtype = opmath_dtype(input.scalar_type());
+  const Tensor queries = input.unsqueeze(0).flatten(0, -2);
+  const int64_t classes = weight.size(0);
+  const Tensor scores = at::empty({queries.size(0), classes}, input.options().dtype(dtype));
+  for (int64_t begin = 0; begin < classes; begin += kRows) {
+    const int64_t size = std::min(kRows, classes - begin);
+    scores.narrow(1, begin, size).copy_(wide_product(queries, weight.narrow(0, begin, size).t(), dtype));
+  }
+  if (given(bias)) {
+    scores.add_(*bias);
+  }
+  c10::DimVector shape(input.sizes().begin(), input.sizes().end());
+  shape.back() = classes;
+  return scores.view(shape);
+}
+
 Tensor scores_of_all(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   constexpr const char* op = "linear_scores";
   check::strided(op, "input", input);
   TORCH_CHECK_VALUE(input.dim() >= 1, op, ": expected input of shape [*, D], got a tensor without dimensions");
   check::linear(op, input.unsqueeze(0).flatten(0, -2), weight, bias);
   const auto dtype = opmath_dtype(input.scalar_type());
-  return at::linear(input.to(dtype), weight.to(dtype), given(bias) ? OptionalTensor(bias->to(dtype)) : bias);
+  const bool differentiates = at::GradMode::is_enabled() && (input.requires_grad() || weight.requires_grad() || (given(bias) && bias->requires_grad()));
+  if (dtype == input.scalar_type() || differentiates || at::isTensorSubclassLike(input) || at::isTensorSubclassLike(weight)) {
+    return at::linear(input.to(dtype), weight.to(dtype), given(bias) ? OptionalTensor(bias->to(dtype)) : bias);
+  }
+  return wide_scores(input, weight, bias);
 }
 
 // Classes at once in the composites: logits of 64 MB.
 int64_t block_of(const Tensor& input) {
   const int64_t most = (int64_t(64) << 20) / (sizeof(float) * std::max<int64_t>(1, input.size(0)));
   return std::clamp<int64_t>(most, 1024, 65536);
+}
+
+// Returns ids [Q, K] sorted within each query and their gradients, those of equal ids summed into the last of them and zero at
+// the others. The sums take log2(K) passes, so that their order is fixed on every device.
+std::tuple<Tensor, Tensor> sum_equal_ids(const Tensor& ids, const Tensor& gradient) {
+  const auto [sorted, order] = ids.sort(/*stable=*/true, /*dim=*/1, /*descending=*/false);
+  Tensor sums = gradient.gather(1, order);
+  const int64_t each = ids.size(1);
+  for (int64_t step = 1; step < each; step *= 2) {
+    const Tensor same = sorted.narrow(1, step, each - step).eq(sorted.narrow(1, 0, each - step));
+    const Tensor earlier = at::where(same, sums.narrow(1, 0, each - step), 0.0);
+    sums = at::cat({sums.narrow(1, 0, step), sums.narrow(1, step, each - step) + earlier}, 1);
+  }
+  if (each > 1) {
+    const Tensor repeats = sorted.narrow(1, 1, each - 1).eq(sorted.narrow(1, 0, each - 1));
+    sums.narrow(1, 0, each - 1).masked_fill_(repeats, 0);
+  }
+  return {sorted, sums};
 }
 
 Tensor logits_of(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const LogitOptions& options, int64_t begin, int64_t size) {
@@ -240,6 +283,7 @@ SoftmaxGradients linear_softmax_backward_reference(const Tensor& input, const Te
   Tensor grad_input = at::zeros({mask[0] ? input.size(0) : 0, features}, sums);
   const Tensor grad_weight = at::empty({mask[1] ? classes : 0, features}, input.options());
   const Tensor grad_bias = at::empty({mask[2] ? classes : 0}, input.options());
+  const auto [ids, of_ids] = sum_equal_ids(grads.ids, grads.grad_log_prob);
   for (int64_t begin = 0; begin < classes; begin += width) {
     const int64_t size = std::min(width, classes - begin);
     const Tensor rows = weight.narrow(0, begin, size);
@@ -249,9 +293,9 @@ SoftmaxGradients linear_softmax_backward_reference(const Tensor& input, const Te
     if (slope.defined()) {
       factor = factor + slope.unsqueeze(1) * difference.clamp_min(kLeast);
     }
-    const Tensor place = grads.ids - begin, here = place.ge(0).logical_and(place.lt(size));
+    const Tensor place = ids - begin, here = place.ge(0).logical_and(place.lt(size));
     Tensor gradient = difference.exp() * factor;
-    gradient.scatter_add_(1, place.clamp(0, size - 1), at::where(here, grads.grad_log_prob, 0.0));
+    gradient.scatter_add_(1, place.clamp(0, size - 1), at::where(here, of_ids, 0.0));
     if (transforms(transform)) {
       gradient = gradient * transform_derivative(logits, transform);
     }

@@ -26,7 +26,7 @@ namespace xsoftmax {
 /// log_prob, log_normalizer, entropy; then the largest logit and the log of the sum of
 /// e^(logit - largest) of each query, [2, Q], for the backward pass.
 using SoftmaxTerms = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-/// Of input, weight, bias; without rows where they are not wanted.
+/// The gradients of input, weight and bias; those that are not wanted have no rows.
 using SoftmaxGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 /// By the dispatcher.

@@ -162,8 +162,8 @@ SoftmaxTerms forward_cpu(const Tensor& input, const Tensor& weight, const Option
   const Tensor normalizer = at::empty({2, queries}, options), flat = ids.contiguous();
   const LinearOperands operands(input, weight, bias);
   const BlockPlan plan = plan_blocks(queries, weight.size(0), input.size(1), /*saved=*/0, queries * int64_t(sizeof(double)) * 3, operands.dtype);
-  dispatch_floating(operands.dtype, [&](auto zero) {
-    using A = opmath<decltype(zero)>;
+  dispatch_sums(operands.dtype, [&](auto zero) {
+    using A = decltype(zero);
     const BlockTransform<A> blocks(transform, operands);
     SoftmaxForward<A>(operands, plan, blocks, flat).run(data<A>(log_prob), data<A>(log_z), entropy ? data<A>(of_query) : nullptr, data<A>(normalizer));
   });
@@ -193,8 +193,8 @@ SoftmaxGradients backward_cpu(const Tensor& grad_log_prob, const Tensor& grad_lo
   const Tensor of_ids = grad_log_prob.contiguous(), state = normalizer.contiguous();
   const Tensor flat = ids.contiguous(), scale = constant.contiguous();
   const Tensor moved = slope.defined() ? slope.contiguous() : slope;
-  dispatch_floating(operands.dtype, [&](auto zero) {
-    using A = opmath<decltype(zero)>;
+  dispatch_sums(operands.dtype, [&](auto zero) {
+    using A = decltype(zero);
     const BlockTransform<A> blocks(transform, operands);
     const SlopePass<A> pass{blocks,
                             flat.const_data_ptr<int64_t>(),

@@ -6,7 +6,6 @@
 #include "losses/linear_topk.h"
 #include "losses/logit_blocks.h"
 #include "losses/softmax_rows.h"
-#include "scores/row_kernels.h"
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -42,11 +41,9 @@ struct GroupBest {
   GroupBest(int64_t queries, int64_t k) : max(queries, -std::numeric_limits<A>::infinity()), sum(queries, A(0)), heaps(queries * k), count(queries, 0) {}
 };
 
-// T: of the products.
-template <typename T>
+// A: of the logits.
+template <typename A>
 class TopKPass {
-  using A = opmath<T>;
-
  public:
   TopKPass(const LinearOperands& operands, const BlockPlan& plan, const LogitOptions& options, int64_t k)
       : operands_(operands), plan_(plan), transform_(options, operands), bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr),
@@ -60,7 +57,7 @@ class TopKPass {
           const ClassBlock block = plan_.block(i);
           Tensor logits = scratch.logits_buffer(block);
           multiply(logits, operands_.input, scratch.rows(block).t(), {.bfloat16 = operands_.rounds});
-          visit_block(groups_[g], data<T>(logits), block);
+          visit_block(groups_[g], data<A>(logits), block);
         }
       }
     });
@@ -73,11 +70,11 @@ class TopKPass {
   }
 
  private:
-  void visit_block(GroupBest<A>& group, T* logits, const ClassBlock& block) const {
+  void visit_block(GroupBest<A>& group, A* logits, const ClassBlock& block) const {
     const A* bias = bias_ == nullptr ? nullptr : bias_ + block.begin;
     at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
       for (int64_t q = first; q < last; ++q) {
-        T* row = logits + q * block.size;
+        A* row = logits + q * block.size;
         if (transform_.active()) { // the best by scores, which a cap may round to equal logits
           visit_row(&group.heaps[q * k_], group.count[q], row, bias, block, std::numeric_limits<A>::infinity());
           softmax_rows().of(row).transform(row, bias, transform_.rows(), block.size);
@@ -90,12 +87,8 @@ class TopKPass {
     });
   }
 
-  void visit_row(Scored<A>* heap, int64_t& count, const T* row, const A* bias, const ClassBlock& block, A top) const {
-    const auto scored = [&](int64_t j) {
-      A logit;
-      row_kernels().of(row).widen_row(&logit, row + j, 1);
-      return Scored<A>{bias == nullptr ? logit : logit + bias[j], block.begin + j};
-    };
+  void visit_row(Scored<A>* heap, int64_t& count, const A* row, const A* bias, const ClassBlock& block, A top) const {
+    const auto scored = [&](int64_t j) { return Scored<A>{bias == nullptr ? row[j] : row[j] + bias[j], block.begin + j}; };
     int64_t j = 0;
     for (; j < block.size && count < k_; ++j) {
       heap[count++] = scored(j);
@@ -146,7 +139,7 @@ class TopKPass {
 
   const LinearOperands& operands_;
   const BlockPlan plan_;
-  const BlockTransform<T> transform_;
+  const BlockTransform<A> transform_;
   const A* const bias_;
   const int64_t queries_, k_;
   std::vector<GroupBest<A>> groups_;
@@ -165,9 +158,9 @@ TopK linear_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTe
   }
   const LinearOperands operands(input, weight, bias);
   const BlockPlan plan = plan_blocks(queries, weight.size(0), input.size(1), /*saved=*/0, queries * (count * 16 + 24), operands.dtype);
-  dispatch_floating(operands.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    TopKPass<T>(operands, plan, options, count).run(data<opmath<T>>(values), indices.mutable_data_ptr<int64_t>());
+  dispatch_sums(operands.dtype, [&](auto zero) {
+    using A = decltype(zero);
+    TopKPass<A>(operands, plan, options, count).run(data<A>(values), indices.mutable_data_ptr<int64_t>());
   });
   return {values, indices};
 }

@@ -7,11 +7,9 @@
 
 namespace xsoftmax {
 
-/// LogitOptions applied to blocks of products on the CPU, in place. T: dtype of the products.
-template <typename T>
+/// LogitOptions applied to blocks of products on the CPU, in place. A: their dtype, float or double.
+template <typename A>
 class BlockTransform {
-  using A = opmath<T>;
-
  public:
   BlockTransform(const LogitOptions& options, const LinearOperands& operands)
       : active_(transforms(options)), transform_{A(options.logit_scale), A(options.softcap)},
@@ -32,7 +30,7 @@ class BlockTransform {
     const A* bias = bias_ == nullptr ? nullptr : bias_ + block.begin;
     at::parallel_for(0, products.size(0), kQueriesPerTask, [&](int64_t first, int64_t last) {
       for (int64_t q = first; q < last; ++q) {
-        T* row = data<T>(products) + q * products.stride(0);
+        A* row = data<A>(products) + q * products.stride(0);
         softmax_rows().of(row).transform(row, bias, transform_, block.size);
       }
     });

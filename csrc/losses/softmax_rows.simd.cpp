@@ -3,17 +3,16 @@
 namespace xsoftmax::XS_ISA {
 namespace {
 
-template <bool kBias, typename T>
-inline opmath<T> logit(const T* logits, const opmath<T>* bias, int64_t j) {
+template <bool kBias, typename A>
+inline A logit(const A* logits, const A* bias, int64_t j) {
   if constexpr (kBias) {
-    return load(logits[j]) + bias[j];
+    return logits[j] + bias[j];
   }
-  return load(logits[j]);
+  return logits[j];
 }
 
-template <bool kBias, typename T>
-opmath<T> fold_row(opmath<T>* max, opmath<T>* sum, const T* __restrict logits, const opmath<T>* __restrict bias, int64_t n) {
-  using A = opmath<T>;
+template <bool kBias, typename A>
+A fold_row(A* max, A* sum, const A* __restrict logits, const A* __restrict bias, int64_t n) {
   constexpr A kInfinity = A(__builtin_inf());
   auto key = ordered(-kInfinity);
   for (int64_t j = 0; j < n; ++j) {
@@ -33,8 +32,8 @@ opmath<T> fold_row(opmath<T>* max, opmath<T>* sum, const T* __restrict logits, c
   return top;
 }
 
-template <typename T>
-opmath<T> fold(opmath<T>* max, opmath<T>* sum, const T* logits, const opmath<T>* bias, int64_t n) {
+template <typename A>
+A fold(A* max, A* sum, const A* logits, const A* bias, int64_t n) {
   return bias == nullptr ? fold_row<false>(max, sum, logits, bias, n) : fold_row<true>(max, sum, logits, bias, n);
 }
 
@@ -45,9 +44,8 @@ inline A bounded(A difference) {
   return difference < kLeast ? kLeast : difference;
 }
 
-template <bool kBias, typename T>
-void fold_weighted_row(opmath<T>* max, opmath<T>* sum, opmath<T>* weighted, const T* __restrict logits, const opmath<T>* __restrict bias, int64_t n) {
-  using A = opmath<T>;
+template <bool kBias, typename A>
+void fold_weighted_row(A* max, A* sum, A* weighted, const A* __restrict logits, const A* __restrict bias, int64_t n) {
   constexpr A kInfinity = A(__builtin_inf());
   auto key = ordered(-kInfinity);
   for (int64_t j = 0; j < n; ++j) {
@@ -70,39 +68,39 @@ void fold_weighted_row(opmath<T>* max, opmath<T>* sum, opmath<T>* weighted, cons
   *max = new_max;
 }
 
-template <typename T>
-void fold_weighted(opmath<T>* max, opmath<T>* sum, opmath<T>* weighted, const T* logits, const opmath<T>* bias, int64_t n) {
+template <typename A>
+void fold_weighted(A* max, A* sum, A* weighted, const A* logits, const A* bias, int64_t n) {
   bias == nullptr ? fold_weighted_row<false>(max, sum, weighted, logits, bias, n) : fold_weighted_row<true>(max, sum, weighted, logits, bias, n);
 }
 
-template <bool kBias, typename T>
-void gradient_of_entropy_row(T* grad, const T* logits, const opmath<T>* __restrict bias, opmath<T> max, opmath<T> constant, opmath<T> slope, int64_t n) {
+template <bool kBias, typename A>
+void gradient_of_entropy_row(A* grad, const A* logits, const A* __restrict bias, A max, A constant, A slope, int64_t n) {
 #pragma GCC ivdep
   for (int64_t j = 0; j < n; ++j) {
-    const opmath<T> difference = logit<kBias>(logits, bias, j) - max;
-    store(grad + j, exponential(difference) * (constant + slope * bounded(difference)));
+    const A difference = logit<kBias>(logits, bias, j) - max;
+    grad[j] = exponential(difference) * (constant + slope * bounded(difference));
   }
 }
 
-template <typename T>
-void gradient_of_entropy(T* grad, const T* logits, const opmath<T>* bias, opmath<T> max, opmath<T> constant, opmath<T> slope, int64_t n) {
+template <typename A>
+void gradient_of_entropy(A* grad, const A* logits, const A* bias, A max, A constant, A slope, int64_t n) {
   bias == nullptr ? gradient_of_entropy_row<false>(grad, logits, bias, max, constant, slope, n)
                   : gradient_of_entropy_row<true>(grad, logits, bias, max, constant, slope, n);
 }
 
-template <bool kBias, bool kWeight, typename T>
-opmath<T> weighted_sum_row(const T* __restrict logits, const opmath<T>* __restrict bias, const opmath<T>* __restrict class_weight, opmath<T> shift, int64_t n) {
-  opmath<T> sum = 0;
+template <bool kBias, bool kWeight, typename A>
+A weighted_sum_row(const A* __restrict logits, const A* __restrict bias, const A* __restrict class_weight, A shift, int64_t n) {
+  A sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t j = 0; j < n; ++j) {
-    const opmath<T> term = logit<kBias>(logits, bias, j) - shift;
+    const A term = logit<kBias>(logits, bias, j) - shift;
     sum += kWeight ? class_weight[j] * term : term;
   }
   return sum;
 }
 
-template <typename T>
-opmath<T> weighted_sum(const T* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> shift, int64_t n) {
+template <typename A>
+A weighted_sum(const A* logits, const A* bias, const A* class_weight, A shift, int64_t n) {
   if (bias == nullptr) {
     return class_weight == nullptr ? weighted_sum_row<false, false>(logits, bias, class_weight, shift, n)
                                    : weighted_sum_row<false, true>(logits, bias, class_weight, shift, n);
@@ -112,18 +110,17 @@ opmath<T> weighted_sum(const T* logits, const opmath<T>* bias, const opmath<T>* 
 }
 
 // grad and logits are the same row or apart, never shifted against each other: no iteration reads what an earlier one wrote.
-template <bool kBias, bool kWeight, typename T, typename In>
-void gradient_row(T* grad, const In* logits, const opmath<T>* __restrict bias, const opmath<T>* __restrict class_weight, opmath<T> max, opmath<T> scale,
-                  opmath<T> smoothing, int64_t n) {
+template <bool kBias, bool kWeight, typename A>
+void gradient_row(A* grad, const A* logits, const A* __restrict bias, const A* __restrict class_weight, A max, A scale, A smoothing, int64_t n) {
 #pragma GCC ivdep
   for (int64_t j = 0; j < n; ++j) {
-    const opmath<T> p = exponential(logit<kBias>(logits, bias, j) - max);
-    store(grad + j, scale * p - (kWeight ? smoothing * class_weight[j] : smoothing));
+    const A p = exponential(logit<kBias>(logits, bias, j) - max);
+    grad[j] = scale * p - (kWeight ? smoothing * class_weight[j] : smoothing);
   }
 }
 
-template <typename T, typename In>
-void gradient(T* grad, const In* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> max, opmath<T> scale, opmath<T> smoothing, int64_t n) {
+template <typename A>
+void gradient(A* grad, const A* logits, const A* bias, const A* class_weight, A max, A scale, A smoothing, int64_t n) {
   if (bias == nullptr) {
     return class_weight == nullptr ? gradient_row<false, false>(grad, logits, bias, class_weight, max, scale, smoothing, n)
                                    : gradient_row<false, true>(grad, logits, bias, class_weight, max, scale, smoothing, n);
@@ -142,52 +139,48 @@ inline A hyperbolic_tangent(A x) {
   return size < A(0.5) ? x * numerator / denominator : (x < 0 ? -large : large);
 }
 
-template <bool kBias, typename T>
-void transform_row(T* scores, const opmath<T>* __restrict bias, RowTransform<opmath<T>> transform, int64_t n) {
-  using A = opmath<T>;
+template <bool kBias, typename A>
+void transform_row(A* scores, const A* __restrict bias, RowTransform<A> transform, int64_t n) {
   const A cap = transform.cap, scale = cap == 0 ? transform.scale : transform.scale / cap;
   if (cap == 0) {
 #pragma GCC ivdep
     for (int64_t j = 0; j < n; ++j) {
-      store(scores + j, scale * logit<kBias>(scores, bias, j));
+      scores[j] = scale * logit<kBias>(scores, bias, j);
     }
   } else {
 #pragma GCC ivdep
     for (int64_t j = 0; j < n; ++j) {
-      store(scores + j, cap * hyperbolic_tangent(scale * logit<kBias>(scores, bias, j)));
+      scores[j] = cap * hyperbolic_tangent(scale * logit<kBias>(scores, bias, j));
     }
   }
 }
 
-template <typename T>
-void transform(T* scores, const opmath<T>* bias, RowTransform<opmath<T>> transform, int64_t n) {
+template <typename A>
+void transform(A* scores, const A* bias, RowTransform<A> transform, int64_t n) {
   bias == nullptr ? transform_row<false>(scores, bias, transform, n) : transform_row<true>(scores, bias, transform, n);
 }
 
 // As gradient_row.
-template <bool kWeight, typename T, typename In>
-void transformed_gradient_row(T* grad, const In* logits, const opmath<T>* __restrict class_weight, opmath<T> max, opmath<T> scale, opmath<T> smoothing,
-                              int64_t n, RowTransform<opmath<T>> transform) {
-  using A = opmath<T>;
+template <bool kWeight, typename A>
+void transformed_gradient_row(A* grad, const A* logits, const A* __restrict class_weight, A max, A scale, A smoothing, int64_t n, RowTransform<A> transform) {
   const A inverse = transform.cap == 0 ? A(0) : 1 / transform.cap;
   const bool capped = transform.cap != 0;
 #pragma GCC ivdep
   for (int64_t j = 0; j < n; ++j) {
-    const A x = load(logits[j]), ratio = capped ? x * inverse : A(0); // not -inf * 0
+    const A x = logits[j], ratio = capped ? x * inverse : A(0); // not -inf * 0
     const A slope = scale * exponential(x - max) - (kWeight ? smoothing * class_weight[j] : smoothing);
-    store(grad + j, slope * (transform.scale * (1 - ratio * ratio)));
+    grad[j] = slope * (transform.scale * (1 - ratio * ratio));
   }
 }
 
-template <typename T, typename In>
-void transformed_gradient(T* grad, const In* logits, const opmath<T>* class_weight, opmath<T> max, opmath<T> scale, opmath<T> smoothing, int64_t n,
-                          RowTransform<opmath<T>> transform) {
+template <typename A>
+void transformed_gradient(A* grad, const A* logits, const A* class_weight, A max, A scale, A smoothing, int64_t n, RowTransform<A> transform) {
   class_weight == nullptr ? transformed_gradient_row<false>(grad, logits, class_weight, max, scale, smoothing, n, transform)
                           : transformed_gradient_row<true>(grad, logits, class_weight, max, scale, smoothing, n, transform);
 }
 
-template <bool kBias, typename T>
-int64_t find_above_row(const T* __restrict logits, const opmath<T>* __restrict bias, int64_t from, int64_t n, opmath<T> threshold) {
+template <bool kBias, typename A>
+int64_t find_above_row(const A* __restrict logits, const A* __restrict bias, int64_t from, int64_t n, A threshold) {
   // Whether a run of logits has one is a reduction without an exit, which vectorises; hits are rare.
   constexpr int64_t kRun = 64;
   while (from + kRun <= n) {
@@ -206,21 +199,18 @@ int64_t find_above_row(const T* __restrict logits, const opmath<T>* __restrict b
   return from;
 }
 
-template <typename T>
-int64_t find_above(const T* logits, const opmath<T>* bias, int64_t from, int64_t n, opmath<T> threshold) {
+template <typename A>
+int64_t find_above(const A* logits, const A* bias, int64_t from, int64_t n, A threshold) {
   return bias == nullptr ? find_above_row<false>(logits, bias, from, n, threshold) : find_above_row<true>(logits, bias, from, n, threshold);
 }
 
-template <typename T>
-constexpr SoftmaxRows<T> rows() {
-  return {fold<T>,        fold_weighted<T>,           weighted_sum<T>,
-          gradient<T, T>, gradient<T, opmath<T>>,     gradient_of_entropy<T>,
-          transform<T>,   transformed_gradient<T, T>, transformed_gradient<T, opmath<T>>,
-          find_above<T>};
+template <typename A>
+constexpr SoftmaxRows<A> rows() {
+  return {fold<A>, fold_weighted<A>, weighted_sum<A>, gradient<A>, gradient_of_entropy<A>, transform<A>, transformed_gradient<A>, find_above<A>};
 }
 
 } // namespace
 
-extern const SoftmaxRowsTable softmax_rows{rows<float>(), rows<double>(), rows<Bf16>(), rows<F16>()};
+extern const SoftmaxRowsTable softmax_rows{rows<float>(), rows<double>()};
 
 } // namespace xsoftmax::XS_ISA
