@@ -46,6 +46,7 @@ set(XSOFTMAX_SOURCES
   csrc/losses/logit_transform.cpp
   csrc/losses/reduction.cpp
   csrc/losses/sampled_softmax_loss.cpp
+  csrc/losses/sampled_step.cpp
   csrc/losses/table_loss_module.cpp
   csrc/losses/several_positives.cpp
   csrc/losses/soft_targets.cpp
@@ -89,11 +90,14 @@ set(XSOFTMAX_SOURCES
   csrc/retrieval/search_topk.cpp
   csrc/retrieval/search_topk_cpu.cpp
   csrc/samplers/adaptive.cpp
+  csrc/samplers/adaptive_kind.cpp
   csrc/samplers/adaptive_modules.cpp
   csrc/samplers/alias_sample.cpp
   csrc/samplers/alias_sample_cpu.cpp
+  csrc/samplers/complement_kind.cpp
   csrc/samplers/complement_module.cpp
   csrc/samplers/complement_sample.cpp
+  csrc/samplers/in_batch_kind.cpp
   csrc/samplers/in_batch_sample.cpp
   csrc/samplers/kernel_sample.cpp
   csrc/samplers/kernel_sample_cpu.cpp
@@ -111,7 +115,9 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/midx_sample_cpu.cpp
   csrc/samplers/midx_study_module.cpp
   csrc/samplers/sampler.cpp
+  csrc/samplers/sampler_kind.cpp
   csrc/samplers/sampling.cpp
+  csrc/samplers/static_kind.cpp
   csrc/samplers/static_module.cpp
   csrc/samplers/static_sample.cpp
   csrc/samplers/static_tail.cpp
@@ -122,6 +128,7 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/table_log_prob.cpp
   csrc/samplers/uniform_sample.cpp
   csrc/samplers/uniform_sample_cpu.cpp
+  csrc/samplers/union_kind.cpp
   csrc/samplers/union_merge.cpp
   csrc/samplers/union_module.cpp
   csrc/scores/candidate_scores.cpp

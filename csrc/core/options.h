@@ -3,9 +3,12 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <unordered_map>
+#include <utility>
 
 // Options of an operator: a documented struct with defaults, given to the operator as one text "lr=0.001,nesterov=true". A struct names
 // its fields once, in a visitor that serves reading and printing alike:
@@ -91,29 +94,62 @@ bool next_option(const char* op, std::string_view& text, std::string_view& key, 
 [[noreturn]] void unknown_option(const char* op, std::string_view key, const std::string& known);
 [[noreturn]] void repeated_option(const char* op, std::string_view key);
 
+/// What was read from texts on this thread, by text. Modules give an operator the same text in every step, so that it is read once.
+template <typename Value>
+class TextCache {
+ public:
+  /// The value of `text`: as it was read before, or as read() does.
+  template <typename Read>
+  const Value& of(std::string_view text, const Read& read) {
+    const auto found = values_.find(text);
+    if (found != values_.end()) {
+      return found->second;
+    }
+    Value value = read();
+    if (values_.size() >= kMost) { // a text that is new in every step, such as that of a learning rate
+      values_.clear();
+    }
+    return values_.emplace(text, std::move(value)).first->second;
+  }
+
+ private:
+  struct Hash {
+    using is_transparent = void;
+    size_t operator()(std::string_view text) const { return std::hash<std::string_view>()(text); }
+  };
+  static constexpr size_t kMost = 1024;
+  std::unordered_map<std::string, Value, Hash, std::equal_to<>> values_;
+};
+
+template <typename Options>
+Options read_options(const char* op, std::string_view text) {
+  Options options;
+  uint64_t seen = 0;
+  std::string_view key, value;
+  while (next_option(op, text, key, value)) {
+    OptionReader reader(op, key, value);
+    options.visit(reader);
+    if (reader.found() < 0) {
+      OptionNames known;
+      options.visit(known);
+      unknown_option(op, key, known.names);
+    }
+    const uint64_t bit = uint64_t(1) << reader.found();
+    if (seen & bit) {
+      repeated_option(op, key);
+    }
+    seen |= bit;
+  }
+  return options;
+}
+
 } // namespace detail
 
 /// The options that `text` spells; `op` is named in errors.
 template <typename Options>
 Options parse_options(const char* op, std::string_view text) {
-  Options options;
-  uint64_t seen = 0;
-  std::string_view key, value;
-  while (detail::next_option(op, text, key, value)) {
-    detail::OptionReader reader(op, key, value);
-    options.visit(reader);
-    if (reader.found() < 0) {
-      detail::OptionNames known;
-      options.visit(known);
-      detail::unknown_option(op, key, known.names);
-    }
-    const uint64_t bit = uint64_t(1) << reader.found();
-    if (seen & bit) {
-      detail::repeated_option(op, key);
-    }
-    seen |= bit;
-  }
-  return options;
+  static thread_local detail::TextCache<Options> cache;
+  return cache.of(text, [&] { return detail::read_options<Options>(op, text); });
 }
 
 /// All fields as text, which parse_options reads back exactly.

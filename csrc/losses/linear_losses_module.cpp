@@ -8,11 +8,11 @@
 #include "losses/linear_positives_loss.h"
 #include "losses/logit_transform.h"
 #include "losses/reduction.h"
+#include "losses/sampled_step.h"
 #include "losses/soft_targets.h"
 #include "optim/resize_tables.h"
 #include "optim/settle.h"
 #include "samplers/modules.h"
-#include "samplers/union_merge.h"
 
 #include <xsoftmax/nn.h>
 #include <xsoftmax/ops.h>
@@ -320,44 +320,8 @@ void SampledSoftmaxLossImpl::to(torch::Device device, bool non_blocking) {
 
 Proposal SampledSoftmaxLossImpl::propose(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
   Proposal sets = sampler->sample(queries, target, generator);
-  add_head(sets);
-  return sets;
-}
-
-void SampledSoftmaxLossImpl::add_head(Proposal& sets) const {
   if (head.numel() > 0) {
-    sets.insert(sets.begin(), {head, at::zeros(head.sizes(), head.options().dtype(at::kFloat)), {}, true});
-  }
-}
-
-// Classes that are always there beside what the sampler draws: the counts add up, as those of the parts of a union.
-Proposal SampledSoftmaxLossImpl::beside(const CandidateSet& present, const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
-  const bool shared = sampler->shared();
-  const Tensor columns = target.dim() == 1 ? target.unsqueeze(1) : target;
-  Proposal sets = sampler->sample(queries, shared ? target : union_classes(queries, target, {present.ids}), generator);
-  sets.insert(sets.begin(), present);
-  sets[0].target_log_count = present_log_count(present.ids, present.log_count, columns).view_as(target);
-  std::vector<Tensor> ids, log_counts, asked;
-  c10::List<OptionalTensor> target_log_counts;
-  std::vector<int64_t> part_of, of_set;
-  for (const CandidateSet& set : sets) {
-    if (!ids.empty()) {
-      asked.push_back(present_log_count(present.ids, present.log_count, set.ids));
-      of_set.push_back(int64_t(ids.size()));
-    }
-    part_of.push_back(ids.empty() ? 0 : 1);
-    ids.push_back(set.ids);
-    log_counts.push_back(set.log_count);
-    target_log_counts.push_back(optional(set.target_log_count));
-  }
-  if (shared) {
-    asked.push_back(sampler->log_count(queries, present.ids));
-    of_set.push_back(0);
-  }
-  const auto [merged, of_target] = union_merge(ids, log_counts, target_log_counts, part_of, shared ? int64_t(sets.size()) : 1, asked, of_set, target);
-  for (size_t k = 0; k < sets.size(); ++k) {
-    sets[k].log_count = merged[k];
-    sets[k].target_log_count = sets[k].target_log_count.defined() ? of_target[k] : Tensor();
+    sets.insert(sets.begin(), head_set(head));
   }
   return sets;
 }
@@ -366,34 +330,16 @@ Tensor SampledSoftmaxLossImpl::sampled(const Tensor& input, const Tensor& target
                                        const std::optional<Tensor>& negatives, const std::optional<Tensor>& negative_log_count,
                                        const std::optional<Tensor>& target_prob) {
   check_table(input, target);
-  const bool soft = given(target_prob);
-  TORCH_CHECK_VALUE(!soft || step_.estimator == "sampled_softmax", kName, ": expected estimator \"sampled_softmax\" with target_prob, got \"", step_.estimator,
-                    "\"");
-  TORCH_CHECK_VALUE(!soft || step_.label_smoothing == 0, kName, ": expected label_smoothing of 0 with target_prob, got ", step_.label_smoothing);
-  const Tensor listed = soft ? soft_targets(kName, input, target, *target_prob, step_.ignore_index) : target;
-  TORCH_CHECK_VALUE(given(negatives) || !given(negative_log_count), kName, ": expected negatives with negative_log_count, got none");
   TORCH_CHECK_VALUE(given(negatives) || sampler->num_samples() != 0 || head.numel() > 0, kName,
                     ": expected negatives in each call of a loss without a sampler, got none");
-  const auto [queries, counted] = this->counted(input, listed, soft);
-  CandidateSet more;
-  if (given(negatives)) { // before the sampler changes
-    std::tie(more.ids, more.log_count) = given_set(*negatives, negative_log_count, input, head, num_classes_, kName);
-    more.distinct = !given(negative_log_count);
-  }
-  if (prepares) {
-    sampler->prepare(linear->weight, optional(linear->bias), generator);
-  }
-  Proposal sets;
-  if (more.distinct) {
-    sets = beside(more, queries, counted, generator);
-    add_head(sets);
-  } else {
-    sets = propose(queries, counted, generator);
-    if (more.ids.defined()) {
-      sets.push_back(more);
-    }
-  }
-  return candidate_loss(input, target, sets, log_z.defined() ? log_z.to(input.device()) : log_z, target_prob);
+  const StepSampler drawing{samplers::part_of(sampler), head, /*reads_queries=*/true,
+                            [this](const Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) {
+                              sampler->prepare(weight, bias, generator);
+                            }};
+  const OptionalTensor normalizer = log_z.defined() ? OptionalTensor(log_z.to(input.device())) : std::nullopt;
+  return sampled_step({input, linear->weight, optional(linear->bias), target, optional(weight), normalizer, target_prob, negatives, negative_log_count,
+                       std::move(generator), is_training(), prepares},
+                      drawing, step_);
 }
 
 Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator,

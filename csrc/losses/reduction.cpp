@@ -137,7 +137,8 @@ Tensor counted_rows(const Tensor& input, const Tensor& target, const c10::SymInt
   return input.masked_fill(target.eq(ignore_index).unsqueeze(1), 0);
 }
 
-std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& given_target, const Tensor& weight, int64_t ignore_index, bool soft) {
+std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& given_target, const Tensor& weight, int64_t ignore_index, bool soft,
+                                           bool values) {
   constexpr const char* op = "sampled_softmax_loss"; // what users call
   check_batch(op, input, given_target, weight, ignore_index, soft);
   // What the loss would refuse when a sampler has already counted the batch. Autocast makes all dtypes one but for double.
@@ -147,7 +148,8 @@ std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& gi
     check::same_dtype(op, "weight", weight, "input", input);
   }
   if (given_target.dim() < input.dim() && can_read(given_target) && count_others(given_target, ignore_index) == given_target.numel()) {
-    return {input.detach().reshape_symint({given_target.sym_numel(), input.sym_size(-1)}).contiguous(), given_target.reshape({-1}).clone()};
+    const Tensor queries = input.detach().reshape_symint({given_target.sym_numel(), input.sym_size(-1)}), target = given_target.reshape({-1});
+    return values ? std::tuple(queries.contiguous(), target.clone()) : std::tuple(queries, target);
   }
   Tensor counted;
   if (Tensor target = given_target; has_several(input, target, ignore_index)) {
@@ -159,6 +161,9 @@ std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& gi
   }
   const Tensor counts = (counted.dim() == 2 ? counted.select(1, 0) : counted).ge(0).unsqueeze(1);
   const Tensor queries = input.detach().reshape_symint({counts.sym_size(0), input.sym_size(-1)});
+  if (!values) {
+    return {queries, counted};
+  }
   if (can_read(counts) && counts.all().item<bool>()) {
     return {queries.contiguous(), counted};
   }
@@ -171,7 +176,9 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
           return reduced_loss(loss, target, class_weight, parse_options<ReductionOptions>("reduced_loss", options));
         });
   m.def("counted_queries(Tensor(a) input, Tensor target, Tensor weight, int ignore_index, bool soft=False) -> (Tensor(a) queries, Tensor counted)",
-        counted_queries);
+        [](const Tensor& input, const Tensor& target, const Tensor& weight, int64_t ignore_index, bool soft) {
+          return counted_queries(input, target, weight, ignore_index, soft, /*values=*/true);
+        });
 }
 
 } // namespace xsoftmax

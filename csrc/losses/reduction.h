@@ -39,7 +39,8 @@ at::Tensor counted_rows(const at::Tensor& input, const at::Tensor& target, const
 // positives, target [*, T], [Q, T]: the different ones (losses/several_positives.h), the first once more in the place of padding. All that is
 // wrong with a batch is said here, before a sampler changes.
 // soft: the target is that of given probabilities, whose T may be N.
+// values: without it queries are input as it is, for samplers that look at their number alone.
 std::tuple<at::Tensor, at::Tensor> counted_queries(const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight, int64_t ignore_index,
-                                                   bool soft = false);
+                                                   bool soft = false, bool values = true);
 
 } // namespace xsoftmax

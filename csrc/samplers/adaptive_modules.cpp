@@ -28,23 +28,13 @@ namespace {
 
 AdaptiveSamplerImpl::AdaptiveSamplerImpl(const char* name, Family family, int64_t num_classes, int64_t dim, int64_t num_samples, bool shared, bool distinct,
                                          const Tensor& exclude, std::string options)
-    : SamplerImpl(name, num_classes, num_samples, shared, distinct), family_(std::move(family)), dim_(dim), options_(std::move(options)) {
+    : DescribedSamplerImpl(name, num_classes, num_samples, shared, distinct), family_(std::move(family)), dim_(dim), options_(std::move(options)) {
   tables_ = adaptive_index(family_.name, name, num_classes, dim, exclude.defined() ? exclude.cpu() : at::empty({0}, at::kLong), options_);
   for (size_t i = 0; i < tables_.size(); ++i) {
     const std::string& table = family_.tables[i];
     const bool learnt = std::find(family_.learnt.begin(), family_.learnt.end(), table) != family_.learnt.end();
     tables_[i] = learnt ? register_parameter(table, tables_[i]) : register_buffer(table, tables_[i]);
   }
-}
-
-Proposal AdaptiveSamplerImpl::sample(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
-  return one_set(adaptive_sample(family_.name, draw_seed(queries, generator), queries, optional(target), tables_, options_), target, distinct());
-}
-
-Tensor AdaptiveSamplerImpl::log_count(const Tensor& queries, const Tensor& ids) { return adaptive_log_count(family_.name, queries, ids, tables_, options_); }
-
-void AdaptiveSamplerImpl::prepare(const Tensor& weight, const Optional& bias, std::optional<at::Generator> generator) {
-  adaptive_step_(family_.name, weight, bias, tables_.back(), tables(), options_, std::move(generator));
 }
 
 std::map<std::string, double> AdaptiveSamplerImpl::refresh(const Tensor& weight, const Optional& bias) {

@@ -3,6 +3,7 @@
 #include "core/options.h"
 #include "samplers/complement_sample.h"
 #include "samplers/modules.h"
+#include "samplers/union_kind.h"
 
 #include <ATen/ops/full.h>
 
@@ -42,36 +43,18 @@ ComplementSamplerImpl::ComplementSamplerImpl(int64_t num_classes, int64_t num_sa
     : SamplerImpl(kName, num_classes, num_samples, /*shared=*/false), options_(option_text(num_classes, num_samples, 0)) {}
 
 Proposal ComplementSamplerImpl::sample(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
-  const Tensor outside_of = !target.defined() ? at::full({0}, -1, queries.options().dtype(at::kLong))
-      : target.dim() == 1                     ? target.unsqueeze(1)
-                                              : target.narrow(1, 0, 1);
-  return {sample_outside(queries, outside_of, target, generator)};
+  const DrawRequest request{queries, optional(target), std::move(generator), is_training()};
+  return {sample_outside(queries, outside_of_targets(request), target, request.generator)};
 }
 
 CandidateSet ComplementSamplerImpl::sample_outside(const Tensor& queries, const Tensor& candidates, const Tensor& target,
                                                    std::optional<at::Generator> generator) {
-  const int64_t rows = queries.size(0);
-  TORCH_CHECK_VALUE(candidates.dim() == 1 || (candidates.dim() == 2 && candidates.size(0) == rows), kName, ": expected candidates of shape [C] or [", rows,
-                    ", C], got ", candidates.sizes());
-  static const auto sort = find_op<decltype(sort_sets)>("xsoftmax::sort_sets");
-  static const auto draw = find_op<decltype(complement_sample)>("xsoftmax::complement_sample");
-  static const auto count = find_op<decltype(complement_log_count)>("xsoftmax::complement_log_count");
-  const Tensor inside = sort.call(candidates.dim() == 2 ? candidates : candidates.unsqueeze(0), num_classes());
-  OptionalTensor draws, inside_count, log_count, target_count;
-  if (sampler_ != nullptr) {
-    const Proposal drawn = sampler_->sample(queries, target, generator);
-    TORCH_CHECK_VALUE(drawn.size() == 1, kName, ": expected a sampler of one set, got ", drawn.size(), " sets of ", sampler_->name());
-    draws = drawn[0].ids;
-    target_count = optional(drawn[0].target_log_count);
-    const Tensor classes = inside.clamp_max(num_classes() - 1);
-    inside_count = sampler_->log_count(queries, candidates.dim() == 2 ? classes : classes.select(0, 0));
+  const DrawRequest request{queries, optional(target), std::move(generator), is_training()};
+  if (sampler_ == nullptr) {
+    return xsoftmax::sample_outside(request, candidates, nullptr, options_);
   }
-  const Tensor ids = draw.call(draw_seed(queries, generator), inside, draws, queries, options_);
-  if (sampler_ != nullptr) {
-    log_count = sampler_->log_count(queries, ids);
-  }
-  const auto [of_ids, of_target] = count.call(inside, inside_count, ids, log_count, optional(target), target_count, options_);
-  return {ids, of_ids, target.defined() ? of_target : Tensor(), /*distinct=*/false};
+  const UnionPart part = part_of(sampler_);
+  return xsoftmax::sample_outside(request, candidates, &part, options_);
 }
 
 Tensor ComplementSamplerImpl::log_count(const Tensor&, const Tensor&) {

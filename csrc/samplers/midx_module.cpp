@@ -44,16 +44,6 @@ MidxSamplerImpl::MidxSamplerImpl(const char* name, const char* form, int64_t num
 MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOptions& options)
     : MidxSamplerImpl("MidxSampler", "plain", num_classes, dim, options) {}
 
-Proposal MidxSamplerImpl::sample(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
-  const Proposal sets = AdaptiveSamplerImpl::sample(queries, target, std::move(generator));
-  if (is_training() && (midx_options_.update_every > 0 || midx_options_.form == "spread")) {
-    const Optional query_square = midx_options_.form == "spread" ? Optional(table("query_square")) : std::nullopt;
-    static const auto op = find_op<void(const Tensor&, const Optional&, const Tensor&, const Tensor&, const Optional&, const Tensor&)>("xsoftmax::midx_note_");
-    op.call(table("touched"), query_square, table("step"), queries.detach(), optional(target), sets[0].ids);
-  }
-  return sets;
-}
-
 void MidxSamplerImpl::update(const Tensor& weight, const Optional& bias, const Tensor& rows) {
   static const auto op =
       find_op<void(const Tensor&, const Optional&, const Tensor&, const Tensor&, at::TensorList, std::string_view)>("xsoftmax::midx_update_");

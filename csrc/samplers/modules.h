@@ -3,6 +3,7 @@
 #include <xsoftmax/sampler.h>
 
 #include "core/optional.h"
+#include "samplers/union_kind.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -16,6 +17,9 @@ template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
+
+/// A sampler of any class as a part of what draws by several.
+UnionPart part_of(const std::shared_ptr<SamplerImpl>& sampler);
 
 /// One int64 from `generator`, or from the default one of queries' device, 0-dim, on that device.
 at::Tensor draw_seed(const at::Tensor& queries, const std::optional<at::Generator>& generator);

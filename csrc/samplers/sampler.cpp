@@ -24,6 +24,12 @@ Proposal one_set(const std::tuple<Tensor, Tensor, Tensor>& drawn, const Tensor& 
   return {{ids, log_count, target.defined() ? target_log_count : Tensor(), distinct}};
 }
 
+UnionPart part_of(const std::shared_ptr<SamplerImpl>& sampler) {
+  return {sampler->shared(), sampler->distinct(),
+          [sampler](const DrawRequest& request) { return sampler->sample(request.queries, request.target.value_or(Tensor()), request.generator); },
+          [sampler](const Tensor& queries, const Tensor& ids) { return sampler->log_count(queries, ids); }};
+}
+
 SamplerImpl::SamplerImpl(std::string name, int64_t num_classes, int64_t num_samples, bool shared, bool distinct)
     : KeepsTables(std::move(name)), num_classes_(num_classes), num_samples_(num_samples), shared_(shared), distinct_(distinct) {
   TORCH_CHECK_VALUE(num_classes >= 1, this->name(), ": expected num_classes of at least 1, got ", num_classes);
@@ -33,6 +39,21 @@ SamplerImpl::SamplerImpl(std::string name, int64_t num_classes, int64_t num_samp
 void SamplerImpl::prepare(const Tensor&, const std::optional<Tensor>&, std::optional<at::Generator>) {}
 std::map<std::string, double> SamplerImpl::refresh(const Tensor&, const std::optional<Tensor>&) { return {}; }
 std::shared_ptr<SamplerImpl> SamplerImpl::excluding(const Tensor&) const { return nullptr; }
+
+Proposal DescribedSamplerImpl::sample(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
+  const std::vector<Tensor> state = state_tensors();
+  return SamplerView("sample", describe(), state).sample({queries, optional(target), std::move(generator), is_training()});
+}
+
+Tensor DescribedSamplerImpl::log_count(const Tensor& queries, const Tensor& ids) {
+  const std::vector<Tensor> state = state_tensors();
+  return SamplerView("log_count", describe(), state).log_count(queries, ids);
+}
+
+void DescribedSamplerImpl::prepare(const Tensor& weight, const std::optional<Tensor>& bias, std::optional<at::Generator> generator) {
+  const std::vector<Tensor> state = state_tensors();
+  SamplerView("prepare", describe(), state).step(weight, bias, generator);
+}
 
 void SamplerImpl::resize(int64_t num_classes, const Tensor& rows, const std::optional<Tensor>& bias) {
   const std::function<void()> grow = plan_growth(num_classes, rows, bias);

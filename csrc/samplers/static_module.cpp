@@ -2,9 +2,9 @@
 
 #include "core/checks.h"
 #include "core/options.h"
-#include "samplers/in_batch_sample.h"
 #include "samplers/modules.h"
 #include "samplers/static_sample.h"
+#include "samplers/streaming_counts.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
@@ -68,7 +68,7 @@ std::shared_ptr<SamplerImpl> make_unigram(const SamplerRequest& request) {
 } // namespace
 
 StaticSamplerImpl::StaticSamplerImpl(const Law& law)
-    : SamplerImpl(law.name, law.made.num_classes, law.made.num_samples, law.made.shared, law.made.distinct), tables_(law.tables), options_(law.text) {}
+    : DescribedSamplerImpl(law.name, law.made.num_classes, law.made.num_samples, law.made.shared, law.made.distinct), tables_(law.tables), options_(law.text) {}
 
 StaticSamplerImpl::StaticSamplerImpl(const Tensor& weights, int64_t num_samples, const DrawOptions& options)
     : StaticSamplerImpl(Law("StaticSampler", weights, {}, options.exclude, drawing("table", 0, num_samples, options))) {}
@@ -81,15 +81,7 @@ UnigramSamplerImpl::UnigramSamplerImpl(const Tensor& counts, int64_t num_samples
 FixedSamplerImpl::FixedSamplerImpl(int64_t num_classes, const Tensor& ids)
     : StaticSamplerImpl(Law("FixedSampler", {}, {}, ids, drawing("fixed", num_classes, 0, {}))) {}
 
-Proposal StaticSamplerImpl::sample(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
-  static const auto op = find_op<decltype(static_sample)>("xsoftmax::static_sample");
-  return one_set(op.call(draw_seed(queries, generator), queries, optional(target), tables_, options_), target, distinct());
-}
-
-Tensor StaticSamplerImpl::log_count(const Tensor&, const Tensor& ids) {
-  static const auto op = find_op<decltype(static_log_count)>("xsoftmax::static_log_count");
-  return op.call(ids, tables_, options_);
-}
+std::string StaticSamplerImpl::describe() const { return "static:7:" + options_; }
 
 std::shared_ptr<SamplerImpl> StaticSamplerImpl::excluding(const Tensor& ids) const {
   const std::string owner = name();
@@ -214,13 +206,16 @@ UnigramSamplerImpl::UnigramSamplerImpl(StreamingCounts counts, int64_t num_sampl
   step = register_buffer("step", at::zeros({}, at::kLong));
 }
 
-Proposal UnigramSamplerImpl::sample(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
-  static const auto op = find_op<decltype(static_follow_)>("xsoftmax::static_follow_");
-  if (!streaming.is_empty() && is_training() && target.defined()) {
-    op.call(target, target, excluded_, step, streaming->count, streaming->total, streaming->last, streaming->seen, tables_, streaming->options(),
-            print_options(follow_));
+std::string UnigramSamplerImpl::describe() const {
+  return streaming.is_empty() ? StaticSamplerImpl::describe() : "unigram:13:" + options_ + "|" + streaming->options() + "|" + print_options(follow_);
+}
+
+std::vector<Tensor> UnigramSamplerImpl::state_tensors() const {
+  std::vector<Tensor> state = tables_;
+  if (!streaming.is_empty()) {
+    state.insert(state.end(), {excluded_, step, streaming->count, streaming->total, streaming->last, streaming->seen});
   }
-  return StaticSamplerImpl::sample(queries, target, generator);
+  return state;
 }
 
 std::shared_ptr<SamplerImpl> UnigramSamplerImpl::excluding(const Tensor& ids) const {
@@ -285,7 +280,7 @@ void UnigramSamplerImpl::to(torch::Device device, bool non_blocking) {
 }
 
 InBatchSamplerImpl::InBatchSamplerImpl(int64_t num_classes, StreamingCounts given)
-    : SamplerImpl("InBatchSampler", num_classes, kOfBatch, /*shared=*/true), drawn_(at::zeros({}, at::kLong)) {
+    : DescribedSamplerImpl("InBatchSampler", num_classes, kOfBatch, /*shared=*/true), drawn_(at::zeros({}, at::kLong)) {
   if (given.is_empty()) {
     options_ = print_options(StreamingOptions{.num_ids = num_classes});
     std::tie(counts, total, last_, seen_) = xsoftmax::streaming_counts(name(), options_);
@@ -299,23 +294,11 @@ InBatchSamplerImpl::InBatchSamplerImpl(int64_t num_classes, StreamingCounts give
   }
 }
 
-std::vector<Tensor> InBatchSamplerImpl::state() const {
-  return streaming.is_empty() ? std::vector<Tensor>{counts, total, last_, seen_}
-                              : std::vector<Tensor>{streaming->count, streaming->total, streaming->last, streaming->seen};
-}
+std::string InBatchSamplerImpl::describe() const { return "in_batch:5:" + options_; }
 
-Proposal InBatchSamplerImpl::sample(const Tensor&, const Tensor& target, std::optional<at::Generator>) {
-  TORCH_CHECK_VALUE(target.defined(), "InBatchSampler: expected target, whose classes are the candidates, got none");
-  static const auto op = find_op<decltype(in_batch_sample)>("xsoftmax::in_batch_sample");
-  std::vector<Tensor> now = state();
-  const std::optional<Tensor> counted = is_training() ? std::optional<Tensor>(target) : std::nullopt;
-  return one_set(op.call(target, counted, now[0], now[1], now[2], now[3], drawn_, options_), target, distinct());
-}
-
-Tensor InBatchSamplerImpl::log_count(const Tensor&, const Tensor& ids) {
-  static const auto op = find_op<decltype(in_batch_log_count)>("xsoftmax::in_batch_log_count");
-  const std::vector<Tensor> now = state();
-  return op.call(ids, now[0], now[1], now[2], now[3], drawn_, options_);
+std::vector<Tensor> InBatchSamplerImpl::state_tensors() const {
+  return streaming.is_empty() ? std::vector<Tensor>{counts, total, last_, seen_, drawn_}
+                              : std::vector<Tensor>{streaming->count, streaming->total, streaming->last, streaming->seen, drawn_};
 }
 
 std::function<void()> InBatchSamplerImpl::plan_resize(int64_t num_classes, const Tensor&, const std::optional<Tensor>&) {

@@ -2,6 +2,7 @@
 
 #include "core/optional.h"
 #include "samplers/modules.h"
+#include "samplers/union_kind.h"
 #include "samplers/union_merge.h"
 
 #include <torch/nn/modules/container/modulelist.h>
@@ -48,14 +49,6 @@ bool any(const Parts& parts, Predicate predicate) {
   return std::any_of(parts.begin(), parts.end(), [&](const auto& part) { return predicate(*part); });
 }
 
-// Shared parts draw first, then private ones, those of distinct draws last.
-int turn_of(const SamplerImpl& part) { return part.shared() ? 0 : part.distinct() ? 2 : 1; }
-
-Parts in_turn(Parts parts) {
-  std::stable_sort(parts.begin(), parts.end(), [](const auto& one, const auto& other) { return turn_of(*one) < turn_of(*other); });
-  return parts;
-}
-
 } // namespace
 
 UnionSamplerImpl::UnionSamplerImpl(Parts parts)
@@ -70,38 +63,11 @@ UnionSamplerImpl::UnionSamplerImpl(Parts parts)
 }
 
 Proposal UnionSamplerImpl::sample(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
-  Proposal sets;
-  std::vector<Tensor> ids, log_counts, asked; // asked: what other parts say of a set's ids
-  c10::List<OptionalTensor> target_log_counts;
-  std::vector<int64_t> part_of, of_set;
-  int64_t first_private = 0, number = 0;
-  const Parts parts = in_turn(parts_);
-  for (const auto& part : parts) {
-    const Proposal drawn = part->sample(queries, part->shared() ? target : union_classes(queries, optional(target), ids), generator);
-    for (size_t k = 0; part->shared() && k < ids.size(); ++k) {
-      asked.push_back(part->log_count(queries, ids[k]));
-      of_set.push_back(int64_t(k));
-    }
-    for (const CandidateSet& set : drawn) {
-      for (int64_t before = 0; before < number; ++before) {
-        asked.push_back(parts[before]->log_count(queries, set.ids));
-        of_set.push_back(int64_t(ids.size()));
-      }
-      sets.push_back(set);
-      ids.push_back(set.ids);
-      log_counts.push_back(set.log_count);
-      target_log_counts.push_back(optional(set.target_log_count));
-      part_of.push_back(number);
-      first_private += part->shared();
-    }
-    ++number;
+  std::vector<UnionPart> parts;
+  for (const auto& part : parts_) {
+    parts.push_back(part_of(part));
   }
-  const auto [merged, of_target] = union_merge(ids, log_counts, target_log_counts, part_of, first_private, asked, of_set, optional(target));
-  for (size_t k = 0; k < sets.size(); ++k) {
-    sets[k].log_count = merged[k];
-    sets[k].target_log_count = target.defined() && target_log_counts.get(k).has_value() ? of_target[k] : Tensor();
-  }
-  return sets;
+  return sample_union({queries, optional(target), std::move(generator), is_training()}, std::move(parts));
 }
 
 Tensor UnionSamplerImpl::log_count(const Tensor& queries, const Tensor& ids) {
@@ -173,7 +139,7 @@ bool UnionSamplerImpl::has_distinct() const { return any(parts_, std::mem_fn(&Sa
 bool UnionSamplerImpl::has_independent() const { return any(parts_, std::mem_fn(&SamplerImpl::has_independent)); }
 
 std::string UnionSamplerImpl::default_estimator() const {
-  const bool independent = all(parts_, [](const SamplerImpl& part) { return turn_of(part) == 1; });
+  const bool independent = all(parts_, [](const SamplerImpl& part) { return !part.shared() && !part.distinct(); });
   const bool ranks = any(parts_, [](const SamplerImpl& part) { return part.default_estimator() == "ranking"; });
   return independent && ranks ? "ranking" : "sampled_softmax";
 }

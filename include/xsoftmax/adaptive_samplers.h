@@ -15,11 +15,10 @@ namespace xsoftmax::samplers {
 /// `refresh_every`, then at its multiples (0: never again). Counts are exact for what is drawn also while the table moves on. A table with a
 /// bias where the options say none, or the other way round, is a ValueError; so is one with a NaN or an infinity, which leaves the index, the
 /// step and the generator as they were.
-class AdaptiveSamplerImpl : public SamplerImpl {
+class AdaptiveSamplerImpl : public DescribedSamplerImpl {
  public:
-  Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = std::nullopt) override;
-  torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) override;
-  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias, std::optional<at::Generator> generator = std::nullopt) override;
+  std::string describe() const override { return family_.name + ":" + std::to_string(tables_.size()) + ":" + options_; }
+  std::vector<torch::Tensor> state_tensors() const override { return tables_; }
   std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt) override;
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
   /// "ranking" for private independent draws.
@@ -74,7 +73,6 @@ class MidxSamplerImpl : public AdaptiveSamplerImpl {
  public:
   MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOptions& options = {});
 
-  Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = std::nullopt) override;
   /// Codes the classes `rows` (int64 [R]) again under the present codebooks, and takes in all biases.
   void update(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias, const torch::Tensor& rows);
 

@@ -183,8 +183,6 @@ class SampledSoftmaxLossImpl : public CandidateLossImpl {
   torch::Tensor sampled(const torch::Tensor& input, const torch::Tensor& target, bool prepares, std::optional<at::Generator> generator,
                         const std::optional<torch::Tensor>& negatives, const std::optional<torch::Tensor>& negative_log_count,
                         const std::optional<torch::Tensor>& target_prob);
-  void add_head(Proposal& sets) const;
-  Proposal beside(const CandidateSet& present, const torch::Tensor& queries, const torch::Tensor& target, std::optional<at::Generator> generator);
 };
 TORCH_MODULE(SampledSoftmaxLoss);
 

@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace xsoftmax::samplers {
 
@@ -84,6 +85,20 @@ class SamplerImpl : public KeepsTables {
   int64_t num_classes_, num_samples_;
   bool shared_, distinct_;
   std::string owner_;
+};
+
+/// Base of the samplers of the library: a description and its tensors, from which operators draw.
+class DescribedSamplerImpl : public SamplerImpl {
+ public:
+  using SamplerImpl::SamplerImpl;
+
+  Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = std::nullopt) override;
+  torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) override;
+  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias, std::optional<at::Generator> generator = std::nullopt) override;
+
+  /// As operators take it: kind:number of tensors:options.
+  virtual std::string describe() const = 0;
+  virtual std::vector<torch::Tensor> state_tensors() const = 0;
 };
 
 /// What a sampler that is named by a string is made for.

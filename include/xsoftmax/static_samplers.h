@@ -21,13 +21,13 @@ struct DrawOptions {
 /// Draws classes in proportion to fixed weights, q_i = w_i / sum(w). Independent draws may repeat, expected count M q_i; distinct ones are
 /// systematic, with inclusion probability min(1, c q_i) where c makes them sum to M. Only the number of queries matters. Tables follow from
 /// the constructor's arguments, so a checkpoint does not hold them; `to` moves them.
-class StaticSamplerImpl : public SamplerImpl {
+class StaticSamplerImpl : public DescribedSamplerImpl {
  public:
   /// weights [N], N >= 1, any real dtype: finite, not negative, not all zero.
   StaticSamplerImpl(const torch::Tensor& weights, int64_t num_samples, const DrawOptions& options = {});
 
-  Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = {}) override;
-  torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) override;
+  std::string describe() const override;
+  std::vector<torch::Tensor> state_tensors() const override { return tables_; }
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
   /// New classes weigh as much as the lightest one that is drawn; in a log-uniform law what it gives their ids. Tables are laid out anew, O(N), where classes
   /// go that have not come since the last time, and where a quarter as many have come.
@@ -76,7 +76,8 @@ class UnigramSamplerImpl : public StaticSamplerImpl {
   /// those of the tables. Buffers: step, on the CPU, and the tables.
   UnigramSamplerImpl(StreamingCounts counts, int64_t num_samples, const FollowOptions& follow = {}, const DrawOptions& options = {});
 
-  Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = {}) override;
+  std::string describe() const override;
+  std::vector<torch::Tensor> state_tensors() const override;
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
   /// New classes of a stream weigh as the lightest one until the tables are next rebuilt.
   std::function<void()> plan_resize(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias) override;
@@ -108,12 +109,12 @@ TORCH_MODULE(FixedSampler);
 /// The candidates of each query are the targets of the others in the batch, with log_count = log((n - 1) p), n the queries that count,
 /// p_i the frequency of class i among the targets of the training batches (the batch at hand included while training). This p is an estimate. Buffers:
 /// counts int64 [N], total int64; with counts of a stream theirs alone.
-class InBatchSamplerImpl : public SamplerImpl {
+class InBatchSamplerImpl : public DescribedSamplerImpl {
  public:
   explicit InBatchSamplerImpl(int64_t num_classes, StreamingCounts counts = nullptr);
 
-  Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = {}) override;
-  torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) override;
+  std::string describe() const override;
+  std::vector<torch::Tensor> state_tensors() const override;
   std::function<void()> plan_resize(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias) override;
 
   using SamplerImpl::to;
@@ -123,8 +124,6 @@ class InBatchSamplerImpl : public SamplerImpl {
   StreamingCounts streaming = nullptr; ///< null: counts and total, for ever
 
  private:
-  std::vector<torch::Tensor> state() const; // of the counts
-
   std::string options_;       // of the counts
   torch::Tensor drawn_;       // how many queries of the last batch count
   torch::Tensor last_, seen_; // empty, beside counts and total

@@ -234,9 +234,8 @@ def check_replicated(owner: str, tables: List[Optional[Tensor]], exchanges: Any)
                            "fully_shard(model, ..., ignored_params=set(loss.parameters())), which leaves the table out")
 
 
-def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[Tensor], several: bool = False, num_classes: int = -1) -> Tensor:
-    """input [*, D] as [Q, D], after its shape and target's have been checked. several: the target may be [*, T]. num_classes: of the module, to tell where it
-    was confused with in_features."""
+def check_queries(owner: str, in_features: int, input: Tensor, target: Optional[Tensor], several: bool, num_classes: int) -> None:
+    """Checks the shapes of a call. several: the target may be [*, T]. num_classes: of the module, to tell where it was confused with in_features."""
     if not torch.jit.is_scripting():
         for name, tensor in (("input", input), ("target", target)):
             if name == "input" or tensor is not None:
@@ -254,6 +253,16 @@ def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[T
             more = ", or with one more dimension for several positives" if several else ""
             raise ValueError(f"{owner}: expected target of shape {list(input.shape[:-1])}{more}, "
                              f"got {list(target.shape)}")
+
+
+def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[Tensor], several: bool = False, num_classes: int = -1) -> Tensor:
+    """input [*, D] as [Q, D], after :func:`check_queries`."""
+    check_queries(owner, in_features, input, target, several, num_classes)
+    return flattened(input)
+
+
+def flattened(input: Tensor) -> Tensor:
+    """input [*, D] as [Q, D]."""
     return input.unsqueeze(0).flatten(0, -2)  # reshape(-1, D) knows no -1 where D = 0
 
 

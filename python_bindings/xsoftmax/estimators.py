@@ -84,6 +84,11 @@ def has_normalizer(name: str) -> bool:
     return name not in _REGISTERED and torch.ops.xsoftmax.estimator_has_normalizer(name)
 
 
+def is_registered(estimator: str) -> bool:
+    """Returns whether the estimator is written in Python."""
+    return estimator in _REGISTERED
+
+
 def registered_loss(module: Any, input: Tensor, target: Tensor, sets: List[CandidateSet]) -> Optional[Tensor]:
     """The loss of a module whose estimator is written in Python; None where it is not."""
     if module.estimator not in _REGISTERED:

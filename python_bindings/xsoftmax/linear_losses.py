@@ -11,7 +11,7 @@ from . import retrieval
 from ._checks import as_ids, check_count, check_number, check_tensor
 from ._options import logit_options, option_text
 from ._resize import resize_classes
-from ._table import TableModule, check_linear, flat_queries, make_linear, refuse_parametrized
+from ._table import TableModule, check_linear, check_queries, flattened, make_linear, refuse_parametrized
 from ._typing import Numbers
 from .samplers import CandidateSet, Sampler, columns_of
 
@@ -150,11 +150,16 @@ class LinearLoss(TableModule):
         """Classes that must stay, by the argument that named them."""
         return {}
 
-    def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
+    def _check_queries(self, input: Tensor, target: Optional[Tensor]) -> None:
+        """Checks the shapes of the table, of input [*, D] and of target [*] or [*, T]."""
         if self.linear.weight.shape[0] != self.num_classes:
             raise ValueError(f"{self._name}: expected linear.weight with a row for each of {self.num_classes} classes, "
                              f"got shape {list(self.linear.weight.shape)}")
-        return flat_queries(self._name, self.in_features, input, target, several=True, num_classes=self.num_classes)
+        check_queries(self._name, self.in_features, input, target, several=True, num_classes=self.num_classes)
+
+    def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
+        self._check_queries(input, target)
+        return flattened(input)
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor, target_prob: Optional[Tensor] = None) -> Tensor:

@@ -10,7 +10,7 @@ from torch.types import Device
 
 from ._checks import check_bool, check_count, check_generator, check_tensor
 from ._memory import device_of_values, moved_table
-from .estimators import check_estimator, has_noise, has_normalizer, registered_loss
+from .estimators import check_estimator, has_noise, has_normalizer, is_registered, registered_loss
 from .linear_losses import CandidateLoss, different_ids
 from ._typing import Numbers
 from .samplers import CandidateSet, FixedSampler, Sampler, UnionSampler, columns_of, make_sampler
@@ -204,6 +204,9 @@ class SampledSoftmaxLoss(CandidateLoss):
                              f"estimator={self.estimator!r}, which does not use it, got {log_z!r}: "
                              "only \"nce\" does")
         self.fixed_log_z = 0.0 if learned else float(log_z)
+        self._fixed_log_z: Optional[Tensor] = None  # on the host, which goes with tables on any device
+        if self.fixed_log_z != 0.0:
+            self._fixed_log_z = torch.full([], self.fixed_log_z, device="cpu")
         self.register_parameter("log_z", nn.Parameter(torch.zeros((), device=device)) if learned else None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -259,6 +262,9 @@ class SampledSoftmaxLoss(CandidateLoss):
 
     def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], negatives: Optional[Tensor],
                  negative_log_count: Optional[Tensor], prepares: bool, target_prob: Optional[Tensor] = None) -> Tensor:
+        description = self._description()
+        if description != "":
+            return self._step(input, target, generator, negatives, negative_log_count, prepares, target_prob, description)
         listed = target if target_prob is None else self._listed_for_sampling(input, target, target_prob)
         queries, counted = self._counted(input, listed, target_prob is not None)
         given = self._given_set(input, negatives, negative_log_count)  # before the sampler changes
@@ -271,6 +277,46 @@ class SampledSoftmaxLoss(CandidateLoss):
         else:
             sets = self.propose(queries, counted, generator) + [given]
         return self._loss(input, target, sets, target_prob)
+
+    def _description(self) -> str:
+        """The sampler and the head as an operator takes them; empty where one of them, or the estimator, is written in Python."""
+        if not torch.jit.is_scripting():
+            if is_registered(self.estimator):
+                return ""
+        description = self.sampler.describe()
+        return description if description == "" or self.head.numel() == 0 else "disjoint:0:[head:1:;" + description + "]"
+
+    def _step(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], negatives: Optional[Tensor],
+              negative_log_count: Optional[Tensor], prepares: bool, target_prob: Optional[Tensor], description: str) -> Tensor:
+        """A step in one operator, from the hidden states to the reduced loss."""
+        if target_prob is not None:
+            self._listed_for_sampling(input, target, target_prob)
+        self._check_queries(input, self._given(input, target))
+        self._check_step()
+        if negatives is None and (negative_log_count is not None or self.sampler.num_samples == 0):
+            self._given_set(input, negatives, negative_log_count)  # which says what is wrong
+        if not torch.jit.is_scripting():
+            self._check_negatives(negatives, negative_log_count)
+            if prepares and self.sampler.follows_table and not torch.compiler.is_compiling() and self.sampler.refresh_due():
+                self.sampler.prepare(self.linear.weight, self.linear.bias, generator)  # which Ctrl-C stops, and a bar follows
+                prepares = False
+        state = self.sampler.state_tensors()
+        if self.head.numel() > 0:
+            state = [self.head] + state
+        others: List[Optional[Tensor]] = []
+        log_z = self.log_z
+        if log_z is None:
+            log_z = self._fixed_log_z
+        if self.weight is not None or log_z is not None or target_prob is not None or negatives is not None:
+            others = [self.weight, log_z, target_prob, negatives, negative_log_count]
+        return torch.ops.xsoftmax.sampled_step(input, self.linear.weight, self.linear.bias, target, state, description, self._options, generator,
+                                               self.sampler.training, prepares, others)
+
+    @torch.jit.unused
+    def _check_negatives(self, negatives: Optional[Tensor], log_count: Optional[Tensor]) -> None:
+        for name, tensor in (("negatives", negatives), ("negative_log_count", log_count)):
+            if tensor is not None:
+                check_tensor(self._name, name, tensor)
 
     def _listed_for_sampling(self, input: Tensor, target: Tensor, target_prob: Tensor) -> Tensor:
         if self.estimator != "sampled_softmax":
@@ -287,9 +333,7 @@ class SampledSoftmaxLoss(CandidateLoss):
                                  "a sampler, got none")
             return None
         if not torch.jit.is_scripting():
-            for name, tensor in (("negatives", negatives), ("negative_log_count", log_count)):
-                if tensor is not None:
-                    check_tensor(self._name, name, tensor)
+            self._check_negatives(negatives, log_count)
         ids, counts = torch.ops.xsoftmax.given_set(negatives, log_count, input, self.head, self.num_classes, self._name)
         return CandidateSet(ids, counts, None, log_count is None)
 

@@ -9,11 +9,11 @@ from .. import _long_work
 from .._checks import check_count, check_generator
 from .._memory import device_of_values
 from .._options import option_text
-from .sampler import CandidateSet, Sampler, one_set
+from .sampler import DescribedSampler
 from .static import Exclude, _bool, _ids
 
 
-class AdaptiveSampler(Sampler):
+class AdaptiveSampler(DescribedSampler):
     """Base of samplers whose q follows the class table, by an index that a loss brings up to date in train().
 
     Expected counts are exact for what is drawn, also while the table moves on: they come from the same index. ``prepare`` refreshes the index before step 0,
@@ -73,10 +73,12 @@ class AdaptiveSampler(Sampler):
         super().__init__(num_classes, num_samples, shared=shared, distinct=distinct)
         self.dim = dim
         self.options = options
+        self._refresh_every = int(dict(option.split("=") for option in options.split(","))["refresh_every"])
         self.follows_table = True
         if not (self.shared or self.distinct):
             self.default_estimator = "ranking"
         self.family, self.statistics = self._family, self._statistics  # scripted methods know attributes of the instance
+        self._kind = f"{self._family}:{len(self._tables)}:"
         index = torch.ops.xsoftmax.adaptive_index(self.family, type(self).__name__, num_classes, dim, excluded.cpu(), options)
         for name, table in zip(self._tables, index):
             if name in self._learnt:
@@ -89,13 +91,12 @@ class AdaptiveSampler(Sampler):
         raise NotImplementedError(f"{type(self).__name__} does not define _index")
 
     @torch.jit.export
-    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        drawn = torch.ops.xsoftmax.adaptive_sample(self.family, self._seed(queries, generator), queries, target, self._index(), self.options)
-        return one_set(drawn, target, self.distinct)
+    def describe(self) -> str:
+        return self._kind + self.options
 
     @torch.jit.export
-    def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
-        return torch.ops.xsoftmax.adaptive_log_count(self.family, queries, ids, self._index(), self.options)
+    def state_tensors(self) -> List[Tensor]:
+        return self._index()
 
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
@@ -120,8 +121,7 @@ class AdaptiveSampler(Sampler):
         A table that costs much to make, such as all vectors of an item tower, need be made then only: between two refreshes ``prepare`` reads no row of it, but
         for the updates of :class:`MidxSampler`.
         """
-        every = dict(option.split("=") for option in self.options.split(","))["refresh_every"]
-        return torch.ops.xsoftmax.refresh_is_due(int(self.step), int(every))
+        return torch.ops.xsoftmax.refresh_is_due(int(self.step), self._refresh_every)
 
     @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:

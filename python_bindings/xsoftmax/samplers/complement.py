@@ -7,10 +7,10 @@ from torch import Tensor
 
 from .._checks import check_count
 from .._options import option_text
-from .sampler import CandidateSet, Sampler, make_sampler, sampler_names
+from .sampler import CandidateSet, DescribedSampler, Sampler, make_sampler, sampler_names
 
 
-class ComplementSampler(Sampler):
+class ComplementSampler(DescribedSampler):
     """Draws from the classes outside the target, or outside a set: the complementary sums of Botev et al. (2017), and the noise of CANE (Han et al., 2018, Eq.
     2).
 
@@ -70,6 +70,8 @@ class ComplementSampler(Sampler):
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
         """Draws outside the target; of several classes of a query, outside the first. See :meth:`Sampler.sample`."""
+        if self.describe() != "":
+            return self._draw(queries, target, generator)
         if target is None:
             outside_of = torch.zeros([0], dtype=torch.int64, device=queries.device)
         else:
@@ -94,6 +96,10 @@ class ComplementSampler(Sampler):
         Raises:
             ValueError, TypeError, IndexError: as :class:`ComplementSampler`
         """
+        if self.describe() != "":
+            ids, of_ids, of_target = torch.ops.xsoftmax.sampler_sample_outside(queries, candidates, target, self.state_tensors(), self.describe(), generator,
+                                                                               self.training, self._first_query)
+            return CandidateSet(ids, of_ids, None if target is None else of_target, False)
         if candidates.dim() != 1 and (candidates.dim() != 2 or candidates.size(0) != queries.size(0)):
             raise ValueError(f"ComplementSampler: expected candidates of shape [C] or [{queries.size(0)}, C], got {list(candidates.shape)}")
         inside = torch.ops.xsoftmax.sort_sets(candidates if candidates.dim() == 2 else candidates.unsqueeze(0), self.num_classes)
@@ -119,6 +125,24 @@ class ComplementSampler(Sampler):
         raise ValueError("ComplementSampler: expected counts of a draw, got a call of log_count: "
                          "they depend on the target, so in a union it has to be the last private "
                          "part")
+
+    @torch.jit.export
+    def describe(self) -> str:
+        if self.sampler is None:
+            return "complement:0:" + self.options
+        part = self.sampler.describe()
+        return "" if part == "" else "complement:0:" + self.options + "[" + part + "]"
+
+    @torch.jit.export
+    def state_tensors(self) -> List[Tensor]:
+        tensors: List[Tensor] = []
+        if self.sampler is not None:
+            tensors = self.sampler.state_tensors()
+        return tensors
+
+    @torch.jit.unused
+    def refresh_due(self) -> bool:
+        return self.sampler is not None and self.sampler.refresh_due()
 
     @torch.jit.unused
     def plan_growth(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Optional[Callable[[], None]]:

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from .._memory import device_of_values
 from .._options import option_text
-from .sampler import OF_BATCH, CandidateSet, Sampler, one_set, register
+from .sampler import OF_BATCH, CandidateSet, DescribedSampler, one_set, register
 from .streaming import StreamingCounts
 
 
 @register("in_batch")
-class InBatchSampler(Sampler):
+class InBatchSampler(DescribedSampler):
     """Takes the targets of the other queries in the batch as the candidates of each query.
 
     ``log_count [Q, Q] = log((n - 1) p_i)``, n the number of queries that count, with ``p_i = counts_i / total`` streamed over the training batches (the logQ
@@ -62,16 +62,35 @@ class InBatchSampler(Sampler):
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
         """``target`` is needed; ``generator`` is not used."""
+        if not torch.jit.is_scripting() and self._counts_ranks():
+            return self._sample_with_ranks(target)
+        return self._draw(queries, target, generator)
+
+    @torch.jit.unused
+    def _counts_ranks(self) -> bool:
+        """Whether the targets of other processes count as well."""
+        return self.streaming is not None and self.streaming._group is not None
+
+    @torch.jit.unused
+    def _sample_with_ranks(self, target: Optional[Tensor]) -> List[CandidateSet]:
         if target is None:
-            raise ValueError("InBatchSampler: expected target, whose classes are the candidates, "
-                             "got None")
+            raise ValueError("InBatchSampler: expected target, whose classes are the candidates, got None")
         counted: Optional[Tensor] = None
         if self.training:
-            counted = target
-            if not torch.jit.is_scripting() and self.streaming is not None:
-                counted = self.streaming._of_all_ranks(target[:, 0] if target.dim() == 2 else target)
+            counted = self.streaming._of_all_ranks(target[:, 0] if target.dim() == 2 else target)  # type: ignore[union-attr]
         count, total, last, seen = self._counts()
         return one_set(torch.ops.xsoftmax.in_batch_sample(target, counted, count, total, last, seen, self.drawn, self.options), target, False)
+
+    @torch.jit.export
+    def describe(self) -> str:
+        if not torch.jit.is_scripting() and self._counts_ranks():
+            return ""
+        return "in_batch:5:" + self.options
+
+    @torch.jit.export
+    def state_tensors(self) -> List[Tensor]:
+        count, total, last, seen = self._counts()
+        return [count, total, last, seen, self.drawn]
 
     @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .adaptive import AdaptiveSampler
-from .sampler import CandidateSet, one_set, register
+from .sampler import register
 from .static import Exclude
 
 
@@ -80,17 +80,6 @@ class MidxSampler(AdaptiveSampler):
                 state_dict.setdefault(prefix + name, getattr(self, name))
             state_dict.setdefault(prefix + "recent", torch.zeros_like(self.recent))
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-    def _query_square(self) -> Optional[Tensor]:
-        return None
-
-    @torch.jit.export
-    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        drawn = torch.ops.xsoftmax.adaptive_sample(self.family, self._seed(queries, generator), queries, target, self._index(), self.options)
-        query_square = self._query_square()
-        if self.training and (self.touched.numel() > 0 or query_square is not None):
-            torch.ops.xsoftmax.midx_note_(self.touched, query_square, self.step, queries.detach(), target, drawn[0])
-        return one_set(drawn, target, self.distinct)
 
     @torch.jit.unused
     def forget(self, ids: Tensor) -> None:

@@ -48,9 +48,6 @@ class SpreadMidxSampler(MidxSampler):
         return [self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix, self.heaviest,
                 self.touched, self.spread, self.query_square, self.recent, self.step]
 
-    def _query_square(self) -> Optional[Tensor]:
-        return self.query_square
-
 
 @register("midx_learnable")
 class LearnableMidxSampler(MidxSampler):

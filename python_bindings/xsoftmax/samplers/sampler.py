@@ -167,6 +167,24 @@ class Sampler(KeepsTables):
         return seed if self.shared or self._first_query == 0 else torch.stack([seed, torch.full_like(seed, self._first_query)])
 
     @torch.jit.export
+    def describe(self) -> str:
+        """The sampler as operators take it, beside :meth:`state_tensors` (``csrc/samplers/sampler_kind.h``). Empty where it is written in Python: a loss then
+        calls :meth:`sample` in each step.
+        """
+        return ""
+
+    @torch.jit.export
+    def state_tensors(self) -> List[Tensor]:
+        """All tensors of the sampler, in the order that operators ask for."""
+        tensors: List[Tensor] = []
+        return tensors
+
+    @torch.jit.unused
+    def refresh_due(self) -> bool:
+        """Whether the next :meth:`prepare` follows the class table anew."""
+        return False
+
+    @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
         """Brings a sampler that follows the class table up to date when its time has come. A loss calls it before it draws in train(). A static sampler has
         nothing to do.
@@ -279,6 +297,29 @@ class Sampler(KeepsTables):
         constructor's.
         """
         return cls(num_classes, num_samples, **options)
+
+
+class DescribedSampler(Sampler):
+    """Base of the samplers of the library, which are a description and its tensors: operators in C++ draw."""
+
+    @torch.jit.export
+    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
+        return self._draw(queries, target, generator)
+
+    def _draw(self, queries: Tensor, target: Optional[Tensor], generator: Optional[torch.Generator]) -> List[CandidateSet]:
+        if not torch.jit.is_scripting():
+            check_generator("sample", generator)
+        ids, log_count, of_target, distinct = torch.ops.xsoftmax.sampler_sample(queries, target, self.state_tensors(), self.describe(), generator,
+                                                                                self.training, self._first_query)
+        sets: List[CandidateSet] = []
+        for k, one in enumerate(ids):
+            known = target is not None and of_target[k].dim() == target.dim()
+            sets.append(CandidateSet(one, log_count[k], of_target[k] if known else None, distinct[k]))
+        return sets
+
+    @torch.jit.export
+    def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
+        return torch.ops.xsoftmax.sampler_log_count(queries, ids, self.state_tensors(), self.describe())
 
 
 _REGISTRY: Dict[str, Type[Sampler]] = {}

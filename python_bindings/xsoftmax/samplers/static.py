@@ -9,7 +9,7 @@ from torch import Tensor
 from .._checks import as_ids, as_tensor, check_count
 from .._options import option_text
 from .._typing import Numbers
-from .sampler import CandidateSet, Sampler, one_set, register
+from .sampler import CandidateSet, DescribedSampler, one_set, register
 from .streaming import StreamingCounts
 
 Exclude = Union[int, Numbers, None]
@@ -32,7 +32,7 @@ def _ids(owner: str, argument: str, ids: Exclude, num_classes: int) -> Optional[
     return as_ids(owner, argument, ids)
 
 
-class StaticSampler(Sampler):
+class StaticSampler(DescribedSampler):
     """Draws classes in proportion to fixed weights: ``q_i = w_i / sum(w)``, whatever the queries are.
 
     Independent draws have the distribution of ``torch.multinomial(weights, num_samples, replacement=True)``, by an alias table (O(1) each). The expected count
@@ -97,16 +97,12 @@ class StaticSampler(Sampler):
         return [self.probability, self.bins, self.order, self.cumulative, self.laid_out, self.late_weight, self.late_log_uniform]
 
     @torch.jit.export
-    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        return self._draw(queries, target, generator)
-
-    def _draw(self, queries: Tensor, target: Optional[Tensor], generator: Optional[torch.Generator]) -> List[CandidateSet]:
-        drawn = torch.ops.xsoftmax.static_sample(self._seed(queries, generator), queries, target, self._tables(), self.options)
-        return one_set(drawn, target, self.distinct)
+    def describe(self) -> str:
+        return "static:7:" + self.options
 
     @torch.jit.export
-    def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
-        return torch.ops.xsoftmax.static_log_count(ids, self._tables(), self.options)
+    def state_tensors(self) -> List[Tensor]:
+        return self._tables()
 
     @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
@@ -242,15 +238,37 @@ class UnigramSampler(StaticSampler):
         self.streaming = None  # type: ignore[assignment]
 
     @torch.jit.export
-    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
+    def describe(self) -> str:
         if self.streaming is not None:
-            if self.training and target is not None:
-                counted = target
-                if not torch.jit.is_scripting():
-                    counted = self.streaming._of_all_ranks(target[:, 0] if target.dim() == 2 else target)
-                torch.ops.xsoftmax.static_follow_(target, counted, self.excluded, self.step, self.streaming.count, self.streaming.total, self.streaming.last,
-                                                  self.streaming.seen, self._tables(), self.streaming.options, self.follow_options)
+            if not torch.jit.is_scripting() and self.streaming._group is not None:
+                return ""  # targets of other processes count as well
+            return "unigram:13:" + self.options + "|" + self.streaming.options + "|" + self.follow_options
+        return "static:7:" + self.options
+
+    @torch.jit.export
+    def state_tensors(self) -> List[Tensor]:
+        if self.streaming is not None:
+            return self._tables() + [self.excluded, self.step, self.streaming.count, self.streaming.total, self.streaming.last, self.streaming.seen]
+        return self._tables()
+
+    @torch.jit.export
+    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
+        if not torch.jit.is_scripting() and self.streaming is not None and self.streaming._group is not None:
+            return self._sample_with_ranks(queries, target, generator)
         return self._draw(queries, target, generator)
+
+    @torch.jit.unused
+    def _sample_with_ranks(self, queries: Tensor, target: Optional[Tensor], generator: Optional[torch.Generator]) -> List[CandidateSet]:
+        if self.training and target is not None:
+            counted = self.streaming._of_all_ranks(target[:, 0] if target.dim() == 2 else target)
+            torch.ops.xsoftmax.static_follow_(target, counted, self.excluded, self.step, self.streaming.count, self.streaming.total, self.streaming.last,
+                                              self.streaming.seen, self._tables(), self.streaming.options, self.follow_options)
+        drawn = torch.ops.xsoftmax.static_sample(self._seed(queries, generator), queries, target, self._tables(), self.options)
+        return one_set(drawn, target, self.distinct)
+
+    @torch.jit.export
+    def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
+        return torch.ops.xsoftmax.static_log_count(ids, self._tables(), self.options)
 
     @torch.jit.unused
     def excluding(self, ids: Tensor) -> "UnigramSampler":

@@ -5,10 +5,10 @@ from typing import Any, Callable, Dict, List, Optional, TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .sampler import OF_BATCH, CandidateSet, Sampler, columns_of
+from .sampler import OF_BATCH, CandidateSet, DescribedSampler, Sampler, columns_of
 
 
-class UnionSampler(Sampler):
+class UnionSampler(DescribedSampler):
     """Draws by several samplers together: what one of them misses, another proposes.
 
     ``UnionSampler(UnigramSampler(counts, 64), MidxSampler(n, d, 20))`` draws 64 classes that the batch shares and 20 for each query. Expected counts add up:
@@ -58,7 +58,29 @@ class UnionSampler(Sampler):
             self.default_estimator = "ranking"
 
     @torch.jit.export
+    def describe(self) -> str:
+        described: List[str] = []
+        for part in self.parts:
+            described.append(part.describe())
+        return "" if "" in described else "union:0:[" + ";".join(described) + "]"
+
+    @torch.jit.export
+    def state_tensors(self) -> List[Tensor]:
+        tensors: List[Tensor] = []
+        for part in self.parts:
+            tensors.extend(part.state_tensors())
+        return tensors
+
+    @torch.jit.unused
+    def refresh_due(self) -> bool:
+        return any(part.refresh_due() for part in self.parts)
+
+    @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
+        return self._draw(queries, target, generator) if self.describe() != "" else self._draw_in_turn(queries, target, generator)
+
+    def _draw_in_turn(self, queries: Tensor, target: Optional[Tensor], generator: Optional[torch.Generator]) -> List[CandidateSet]:
+        """Where a part is written in Python."""
         sets: List[CandidateSet] = []
         asked: List[Tensor] = []  # what other parts say of a set's ids
         of_set: List[int] = []

@@ -1,0 +1,159 @@
+#include "samplers/union_kind.h"
+
+#include "losses/candidate_set.h"
+#include "samplers/union_merge.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+// Kinds that are made of others:
+//
+//     union      the parts may hold the same classes: their expected counts add up
+//     disjoint   they never do: what the parts propose, side by side
+//     head       tensors: int64 ids [H], classes that are always there. A part of "disjoint", beside a sampler that leaves them out
+
+namespace xsoftmax {
+
+using at::Tensor;
+
+namespace {
+
+// Given classes come first, then shared parts, then private ones, those of distinct draws last.
+int turn_of(const UnionPart& part) { return part.is_given ? 0 : part.shared ? 1 : part.distinct ? 3 : 2; }
+
+// What a union knows of a set while it draws.
+struct DrawnSet {
+  CandidateSet set;
+  std::vector<Tensor> log_counts; // what the parts say of its ids
+  size_t part;
+};
+
+} // namespace
+
+UnionPart part_of(const SamplerView& sampler) {
+  return {sampler.shared(), sampler.distinct(), [sampler](const DrawRequest& request) { return sampler.sample(request); },
+          [sampler](const Tensor& queries, const Tensor& ids) { return sampler.log_count(queries, ids); }};
+}
+
+CandidateSet head_set(const Tensor& ids) {
+  return {ids, at::zeros_symint(ids.sym_sizes(), ids.options().dtype(at::kFloat)), Tensor(), /*distinct=*/true};
+}
+
+Proposal sample_union(const DrawRequest& request, std::vector<UnionPart> parts) {
+  std::stable_sort(parts.begin(), parts.end(), [](const UnionPart& one, const UnionPart& other) { return turn_of(one) < turn_of(other); });
+  const c10::SymInt targets = given(request.target) && request.target->dim() == 2 ? request.target->sym_size(1) : c10::SymInt(1);
+  std::vector<DrawnSet> drawn;
+  for (size_t number = 0; number < parts.size(); ++number) {
+    const UnionPart& part = parts[number];
+    const bool asked = part.is_given || part.shared; // for the counts of the ids before it; a private part is shown them as targets
+    const size_t before = drawn.size();
+    std::vector<Tensor> ids;
+    for (const DrawnSet& earlier : drawn) {
+      ids.push_back(earlier.set.ids);
+    }
+    const Proposal sets = part.sample(asked ? request : request.with_target(union_classes(request.queries, request.target, ids)));
+    for (size_t k = 0; asked && k < before; ++k) {
+      drawn[k].log_counts.push_back(part.log_count(request.queries, ids[k]));
+    }
+    for (const CandidateSet& set : sets) {
+      DrawnSet of_part{set, {set.log_count}, number};
+      for (size_t earlier = 0; earlier < number; ++earlier) {
+        of_part.log_counts.push_back(parts[earlier].log_count(request.queries, set.ids));
+      }
+      if (!asked && set.target_log_count.defined()) { // a column for each target, then for each id of the sets before
+        c10::SymInt column = targets;
+        for (size_t k = 0; k < before; ++k) {
+          const c10::SymInt width = ids[k].sym_size(-1);
+          drawn[k].log_counts.push_back(set.target_log_count.narrow_symint(1, column, width));
+          column += width;
+        }
+        of_part.set.target_log_count =
+            given(request.target) ? set.target_log_count.narrow_symint(1, 0, targets).reshape_symint(request.target->sym_sizes()) : Tensor();
+      }
+      drawn.push_back(std::move(of_part));
+    }
+  }
+  Proposal sets;
+  for (DrawnSet& one : drawn) {
+    one.set.log_count = merge_log_counts(one.log_counts);
+    sets.push_back(std::move(one.set));
+  }
+  return sets;
+}
+
+namespace {
+
+template <typename Predicate>
+bool all(const SamplerView& sampler, Predicate predicate) {
+  const auto parts = sampler.parts();
+  return std::all_of(parts.begin(), parts.end(), predicate);
+}
+
+class CompoundKind : public SamplerKind {
+ public:
+  bool shared(const SamplerView& sampler) const override {
+    return all(sampler, [](const SamplerView& part) { return part.shared(); });
+  }
+  bool distinct(const SamplerView& sampler) const override {
+    return all(sampler, [](const SamplerView& part) { return part.distinct(); });
+  }
+  bool reads_queries(const SamplerView& sampler) const override {
+    return !all(sampler, [](const SamplerView& part) { return !part.reads_queries(); });
+  }
+  Tensor log_count(const SamplerView& sampler, const Tensor& queries, const Tensor& ids) const override {
+    std::vector<Tensor> log_counts;
+    for (const SamplerView& part : sampler.parts()) {
+      log_counts.push_back(part.log_count(queries, ids));
+    }
+    return merge_log_counts(log_counts);
+  }
+  void step(const SamplerView& sampler, const Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) const override {
+    for (const SamplerView& part : sampler.parts()) {
+      part.step(weight, bias, generator);
+    }
+  }
+};
+
+class UnionKind : public CompoundKind {
+ public:
+  Proposal sample(const SamplerView& sampler, const DrawRequest& request) const override {
+    std::vector<UnionPart> parts;
+    for (const SamplerView& part : sampler.parts()) {
+      parts.push_back(part_of(part));
+    }
+    return sample_union(request, std::move(parts));
+  }
+};
+
+class DisjointKind : public CompoundKind {
+ public:
+  Proposal sample(const SamplerView& sampler, const DrawRequest& request) const override {
+    Proposal sets;
+    for (const SamplerView& part : sampler.parts()) {
+      for (CandidateSet& set : part.sample(request)) {
+        sets.push_back(std::move(set));
+      }
+    }
+    return sets;
+  }
+};
+
+class HeadKind : public SamplerKind {
+ public:
+  bool shared(const SamplerView&) const override { return true; }
+  bool distinct(const SamplerView&) const override { return true; }
+  Proposal sample(const SamplerView& sampler, const DrawRequest&) const override {
+    return {head_set(sampler.tensors()[0])};
+  }
+  Tensor log_count(const SamplerView& sampler, const Tensor&, const Tensor& ids) const override {
+    const CandidateSet head = head_set(sampler.tensors()[0]);
+    return present_log_count(head.ids, head.log_count, ids);
+  }
+};
+
+[[maybe_unused]] const bool registered = register_sampler_kind("union", std::make_unique<UnionKind>()) &&
+    register_sampler_kind("disjoint", std::make_unique<DisjointKind>()) && register_sampler_kind("head", std::make_unique<HeadKind>());
+
+} // namespace
+} // namespace xsoftmax
