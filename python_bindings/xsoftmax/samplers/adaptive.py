@@ -90,8 +90,7 @@ class AdaptiveSampler(DescribedSampler):
         """The tables, as operators take them."""
         raise NotImplementedError(f"{type(self).__name__} does not define _index")
 
-    @torch.jit.export
-    def describe(self) -> str:
+    def _describe(self) -> str:
         return self._kind + self.options
 
     @torch.jit.export

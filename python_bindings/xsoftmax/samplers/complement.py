@@ -70,7 +70,7 @@ class ComplementSampler(DescribedSampler):
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
         """Draws outside the target; of several classes of a query, outside the first. See :meth:`Sampler.sample`."""
-        if self.describe() != "":
+        if self._describe() != "":
             return self._draw(queries, target, generator)
         if target is None:
             outside_of = torch.zeros([0], dtype=torch.int64, device=queries.device)
@@ -96,8 +96,8 @@ class ComplementSampler(DescribedSampler):
         Raises:
             ValueError, TypeError, IndexError: as :class:`ComplementSampler`
         """
-        if self.describe() != "":
-            ids, of_ids, of_target = torch.ops.xsoftmax.sampler_sample_outside(queries, candidates, target, self.state_tensors(), self.describe(), generator,
+        if self._describe() != "":
+            ids, of_ids, of_target = torch.ops.xsoftmax.sampler_sample_outside(queries, candidates, target, self.state_tensors(), self._describe(), generator,
                                                                                self.training, self._first_query)
             return CandidateSet(ids, of_ids, None if target is None else of_target, False)
         if candidates.dim() != 1 and (candidates.dim() != 2 or candidates.size(0) != queries.size(0)):
@@ -126,8 +126,7 @@ class ComplementSampler(DescribedSampler):
                          "they depend on the target, so in a union it has to be the last private "
                          "part")
 
-    @torch.jit.export
-    def describe(self) -> str:
+    def _describe(self) -> str:
         if self.sampler is None:
             return "complement:0:" + self.options
         part = self.sampler.describe()

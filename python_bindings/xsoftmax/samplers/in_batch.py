@@ -81,8 +81,7 @@ class InBatchSampler(DescribedSampler):
         count, total, last, seen = self._counts()
         return one_set(torch.ops.xsoftmax.in_batch_sample(target, counted, count, total, last, seen, self.drawn, self.options), target, False)
 
-    @torch.jit.export
-    def describe(self) -> str:
+    def _describe(self) -> str:
         if not torch.jit.is_scripting() and self._counts_ranks():
             return ""
         return "in_batch:5:" + self.options

@@ -300,7 +300,22 @@ class Sampler(KeepsTables):
 
 
 class DescribedSampler(Sampler):
-    """Base of the samplers of the library, which are a description and its tensors: operators in C++ draw."""
+    """Base of the samplers of the library, which are a description and its tensors: operators in C++ draw. A class of a user that derives from one of them and
+    defines :meth:`sample`, :meth:`log_count` or :meth:`prepare` is written in Python.
+    """
+
+    def __init__(self, num_classes: int, num_samples: int, *, shared: bool = True, distinct: bool = False):
+        super().__init__(num_classes, num_samples, shared=shared, distinct=distinct)
+        library = __name__.rpartition(".")[0]
+        self._is_users = any(not cls.__module__.startswith(library) and name in cls.__dict__
+                             for cls in type(self).__mro__ for name in ("sample", "log_count", "prepare") if issubclass(cls, DescribedSampler))
+
+    def _describe(self) -> str:
+        raise NotImplementedError(f"{type(self).__name__} does not define _describe")
+
+    @torch.jit.export
+    def describe(self) -> str:
+        return "" if self._is_users else self._describe()
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
@@ -309,7 +324,7 @@ class DescribedSampler(Sampler):
     def _draw(self, queries: Tensor, target: Optional[Tensor], generator: Optional[torch.Generator]) -> List[CandidateSet]:
         if not torch.jit.is_scripting():
             check_generator("sample", generator)
-        ids, log_count, of_target, distinct = torch.ops.xsoftmax.sampler_sample(queries, target, self.state_tensors(), self.describe(), generator,
+        ids, log_count, of_target, distinct = torch.ops.xsoftmax.sampler_sample(queries, target, self.state_tensors(), self._describe(), generator,
                                                                                 self.training, self._first_query)
         sets: List[CandidateSet] = []
         for k, one in enumerate(ids):
@@ -319,7 +334,7 @@ class DescribedSampler(Sampler):
 
     @torch.jit.export
     def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
-        return torch.ops.xsoftmax.sampler_log_count(queries, ids, self.state_tensors(), self.describe())
+        return torch.ops.xsoftmax.sampler_log_count(queries, ids, self.state_tensors(), self._describe())
 
 
 _REGISTRY: Dict[str, Type[Sampler]] = {}

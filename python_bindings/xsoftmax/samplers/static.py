@@ -96,8 +96,7 @@ class StaticSampler(DescribedSampler):
     def _tables(self) -> List[Tensor]:
         return [self.probability, self.bins, self.order, self.cumulative, self.laid_out, self.late_weight, self.late_log_uniform]
 
-    @torch.jit.export
-    def describe(self) -> str:
+    def _describe(self) -> str:
         return "static:7:" + self.options
 
     @torch.jit.export
@@ -237,11 +236,10 @@ class UnigramSampler(StaticSampler):
         super()._make(weights, power, classes, options)
         self.streaming = None  # type: ignore[assignment]
 
-    @torch.jit.export
-    def describe(self) -> str:
+    def _describe(self) -> str:
         if self.streaming is not None:
-            if not torch.jit.is_scripting() and self.streaming._group is not None:
-                return ""  # targets of other processes count as well
+            if not torch.jit.is_scripting() and self._counts_ranks():
+                return ""
             return "unigram:13:" + self.options + "|" + self.streaming.options + "|" + self.follow_options
         return "static:7:" + self.options
 
@@ -253,9 +251,14 @@ class UnigramSampler(StaticSampler):
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        if not torch.jit.is_scripting() and self.streaming is not None and self.streaming._group is not None:
+        if not torch.jit.is_scripting() and self._counts_ranks():
             return self._sample_with_ranks(queries, target, generator)
         return self._draw(queries, target, generator)
+
+    @torch.jit.unused
+    def _counts_ranks(self) -> bool:
+        """Whether the targets of other processes count as well."""
+        return self.streaming is not None and self.streaming._group is not None
 
     @torch.jit.unused
     def _sample_with_ranks(self, queries: Tensor, target: Optional[Tensor], generator: Optional[torch.Generator]) -> List[CandidateSet]:

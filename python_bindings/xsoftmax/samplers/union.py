@@ -57,8 +57,7 @@ class UnionSampler(DescribedSampler):
         if all(turn == 1 for turn in self._turns) and any(part.default_estimator == "ranking" for part in parts):
             self.default_estimator = "ranking"
 
-    @torch.jit.export
-    def describe(self) -> str:
+    def _describe(self) -> str:
         described: List[str] = []
         for part in self.parts:
             described.append(part.describe())
@@ -77,7 +76,7 @@ class UnionSampler(DescribedSampler):
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        return self._draw(queries, target, generator) if self.describe() != "" else self._draw_in_turn(queries, target, generator)
+        return self._draw(queries, target, generator) if self._describe() != "" else self._draw_in_turn(queries, target, generator)
 
     def _draw_in_turn(self, queries: Tensor, target: Optional[Tensor], generator: Optional[torch.Generator]) -> List[CandidateSet]:
         """Where a part is written in Python."""
