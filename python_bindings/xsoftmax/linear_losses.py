@@ -65,6 +65,20 @@ class LinearLoss(TableModule):
             if name in ("logit_scale", "softcap") and "_options" in self.__dict__:
                 self._options = self._option_text()
 
+    def _with_reduction(self: Loss, reduction: str) -> Loss:
+        """Returns a shallow copy of a loss of reduction "mean", for one call with another one.
+
+        It shares all tensors and modules, so threads may call it and the loss at once.
+        """
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        copied.__dict__.pop("_compiled_call_impl", None)  # that of the loss itself
+        copied.__dict__["reduction"] = reduction
+        for name in {"_options", "_exact_options"} & self.__dict__.keys():
+            text = self.__dict__[name].replace("reduction=mean", f"reduction={reduction}")
+            copied.__dict__[name] = text
+        return copied
+
     @classmethod
     def from_linear(cls: Type[Loss], linear: nn.Linear, **kwargs: Any) -> Loss:
         """Makes the loss over the classes of an existing ``nn.Linear``, and shares its parameters: `loss.linear is linear`.
