@@ -194,10 +194,23 @@ def refuse_transforms(owner: str) -> None:
                        "torch.autograd.grad on torch.func.functional_call(loss, parameters, (input, target)); for a loss of each example, reduction=\"none\"")
 
 
+def has_own_forward(linear: nn.Linear) -> bool:
+    """Returns whether a Linear is of a class whose outputs may be other than those of nn.Linear."""
+    lazy = nn.modules.lazy.LazyModuleMixin
+    return type(linear).forward is not nn.Linear.forward and not isinstance(linear, lazy)
+
+
 def check_linear(owner: str, linear: Any) -> None:
-    """Of from_linear. A hook that computes the weight before a forward pass of the Linear never runs here, and would train nothing."""
+    """Raises for a module that a loss cannot stand in for: losses read the weight and bias alone.
+
+    A hook that computes the weight before a forward pass, or a forward pass of the module's class,
+    would not run, and what they compute from would not train.
+    """
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"{owner}: expected an nn.Linear, got {type(linear).__name__}")
+    if has_own_forward(linear):
+        raise TypeError(f"{owner}: expected an nn.Linear with the forward pass of nn.Linear, got "
+                        f"{type(linear).__name__}, which defines another")
     if isinstance(linear, nn.modules.lazy.LazyModuleMixin):
         raise TypeError(f"{owner}: expected an nn.Linear whose sizes are known, got "
                         f"{type(linear).__name__}: run the model once first")

@@ -88,7 +88,8 @@ class LinearLoss(TableModule):
             **kwargs: the other arguments of the constructor, without in_features, num_classes, bias, device and dtype, which `linear` gives.
 
         Raises:
-            TypeError: `linear` is no ``nn.Linear``, or is a lazy one whose sizes are not known, or `kwargs` has an argument that `linear` gives.
+            TypeError: `linear` is no ``nn.Linear``, is of a subclass with another forward pass, or is a lazy one whose sizes are not known; or `kwargs` has an
+                argument that `linear` gives.
             ValueError: as the constructor; a hook computes the weight (``torch.nn.utils.weight_norm``, ``spectral_norm``, ``prune``); or a parametrization
                 does, beside sparse_grad=True.
         """

@@ -57,6 +57,26 @@ def test_an_optimizer_over_the_model_trains_the_table(bias):
     assert not torch.equal(loss.linear.weight, before)
 
 
+class ScaledLinear(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scale = nn.Parameter(torch.ones(N))
+
+    def forward(self, input):
+        return super().forward(input) * self.scale
+
+
+@pytest.mark.parametrize("kind", [xs.LinearCrossEntropyLoss, xs.SampledSoftmaxLoss, xs.CaneLoss])
+def test_a_linear_with_another_forward_pass_is_refused(kind):
+    """The loss would leave out the scale, which then never trains."""
+    model = Model()
+    model.decoder = layer = ScaledLinear(D, N)
+    for make in (lambda: xs.replace_head(model, "decoder", kind), lambda: kind.from_linear(layer)):
+        with pytest.raises(TypeError, match="forward pass of nn.Linear, got ScaledLinear"):
+            make()
+    assert model.decoder is layer
+
+
 def test_modes_and_moves_reach_the_loss():
     model, loss = replaced()
     input, target = batch()

@@ -15,7 +15,7 @@ from torch import nn
 from .. import optim
 from .._first_step import row_optimizer, row_sparse_tables
 from .._public import public_names
-from .._table import check_linear
+from .._table import check_linear, has_own_forward
 from ..linear_losses import LinearLoss, check_loss_class
 from ._heads import Head, bias_after, transform_in, with_bias
 from ._logits import NoLogits, UnsupportedHeadError, unshared_training
@@ -232,8 +232,8 @@ def _linear(who: str, model: Any, name: str) -> Tuple[str, nn.Linear]:
     if hasattr(module, "modules_to_save") and hasattr(module, "active_adapters"):
         name = f"{name}.modules_to_save.{module.active_adapters[0]}"
         module = model.get_submodule(name)
-    is_plain = not hasattr(module, "lora_A") and not hasattr(module, "parametrizations")
-    if not isinstance(module, nn.Linear) or not is_plain:
+    is_plain = isinstance(module, nn.Linear) and not has_own_forward(module)
+    if not is_plain or hasattr(module, "lora_A") or hasattr(module, "parametrizations"):
         hint = ""
         if hasattr(module, "base_layer"):
             hint = ": put the head among modules_to_save, not among target_modules"
