@@ -255,7 +255,8 @@ SAMPLE = """
     NomicBertForSequenceClassification OPTForCausalLM PegasusForConditionalGeneration
     Phi4MultimodalForCausalLM RoCBertForCausalLM RoFormerForMaskedLM Starcoder2ForCausalLM
     Starcoder2ForTokenClassification T5ForConditionalGeneration T5ForSequenceClassification
-    UMT5ForConditionalGeneration XLMRobertaForMaskedLM XLMWithLMHeadModel YoutuForCausalLM""".split()
+    UMT5ForConditionalGeneration XLMRobertaForMaskedLM XLMWithLMHeadModel YoutuForCausalLM
+""".split()
 
 
 def loss_and_gradients(model, batch):

@@ -45,8 +45,10 @@ class Head:
             self.link_bias(self.bias)
 
     def _make_tapped(self) -> None:
-        if not isinstance(self.linear, _TappedLinear):
-            self.linear.__class__ = _tapped_class(type(self.linear))
+        linear: Any = self.linear
+        if not isinstance(linear, _TappedLinear):
+            kind: Any = type(linear)
+            linear.__class__ = _tapped_class(kind)
 
     def remove(self) -> None:
         """Makes the Linear and the embeddings what they were."""
@@ -54,10 +56,10 @@ class Head:
             handle.remove()
         for embedding in self.made_sparse:
             embedding.sparse = False
-        if isinstance(self.linear, _TappedLinear):
-            base = self.linear._base_class
-            if type(self.linear) is _tapped_class(base):  # a class made of it later stays
-                self.linear.__class__ = base
+        linear: Any = self.linear
+        base: Any = getattr(linear, "_base_class", None)  # None: another model's head removed it
+        if base is not None and type(linear) is _tapped_class(base):  # no class derived from it
+            linear.__class__ = base
 
     def is_linked(self, bias: Optional[Tensor]) -> bool:
         """Returns whether the loss uses the Linear's weight and `bias`, as they are in memory."""
@@ -205,7 +207,7 @@ class _TappedLinear(nn.Linear):
     The tap is looked up by thread, so threads that share a model do not see each other's.
     """
 
-    _base_class: Type[nn.Linear]
+    _base_class: Type[nn.Linear] = nn.Linear
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tap = getattr(_active, "tap", None)

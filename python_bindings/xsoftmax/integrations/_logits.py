@@ -155,7 +155,8 @@ class Logits:
         last, width = places[-1], self._tap.num_classes
         if not isinstance(last, slice) or last.indices(width) != (0, width, 1):
             self._refuse("a choice of classes")
-        return self._with(hidden=self.hidden[(*places[:-1], slice(None))])
+        places[-1] = slice(None)
+        return self._with(hidden=self.hidden[tuple(places)])
 
     # --------------------------------------------------------------------- bias, scale, soft cap
     def __add__(self, other: Any) -> "Logits":
