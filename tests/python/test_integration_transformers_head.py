@@ -324,3 +324,17 @@ def test_the_loss_for_one_call_has_another_reduction(kind, reduction, training):
     torch.testing.assert_close(values[0], values[1])
     whole = values[0].mean() if reduction == "none" else values[0] / 7
     torch.testing.assert_close(values[2], whole)
+
+
+@pytest.mark.parametrize("options", [{}, dict(num_items_in_batch=7)])
+def test_a_model_with_a_replaced_head_is_one_graph(options):
+    """With labels, by both reductions, and without, as the model is without a loss of ours."""
+    model = model_with(None)
+    model.__class__ = transformers.LlamaForCausalLM
+    model.eval()
+    model.loss_type = "ForCausalLM"  # else Transformers warns of the name, which breaks the graph
+    want = model(**batch(), **options)
+    glue.replace_head(model, xs.LinearCrossEntropyLoss)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**batch(), **options).loss, want.loss)
+    torch.testing.assert_close(compiled(batch()["input_ids"]).logits, want.logits)

@@ -1,8 +1,9 @@
 """The loss in the place of a model's head, and the model's forward pass with it."""
 
+import contextlib
 import functools
 import threading
-from typing import Any, Callable, Dict, List, NoReturn, Optional, Set, Tuple, Type
+from typing import Any, Callable, ContextManager, Dict, List, NoReturn, Optional, Set, Tuple, Type
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,11 @@ _linking = threading.Lock()  # held while a loss takes over a model's bias, scal
 _active = threading.local()  # .tap: the Tap of the innermost call with labels on this thread
 
 
+def _changing() -> ContextManager[Any]:
+    """Returns the lock to hold while a loss changes; torch.compile does not trace locks."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else _linking
+
+
 class Head:
     """Ties a loss to a model. It is no module, so the model's parameters and keys stay its own."""
 
@@ -28,7 +34,7 @@ class Head:
         """Takes a loss over ``with_bias(linear, bias)``, and the options that the caller set."""
         self.loss, self.linear, self.bias, self.name, self.shift = loss, linear, bias, name, shift
         self.fixed_options, self.device = fixed_options, linear.weight.device
-        self.transform: Optional[Tuple[float, Optional[float]]] = None  # scale and cap, once seen
+        self.transform = (loss.logit_scale, loss.softcap)  # what the loss was last made to use
         follow_table = any(sampler.follows_table for sampler in loss._samplers())
         # Samplers that follow the table are built for rows with a bias or without.
         self.keeps_bias = follow_table and loss.linear.bias is not None
@@ -85,7 +91,7 @@ class Head:
 
     def follow(self, model: nn.Module) -> None:
         """Moves the loss to where the model is, after the model's tensors were moved or cast."""
-        with _linking:
+        with _changing():
             if self.linear.weight.device != self.device:
                 self.device = self.linear.weight.device
                 self.loss.to(self.device)
@@ -162,10 +168,10 @@ class Head:
                        "built, got one: give a sampler that does not follow the table")
         transform = logits.transform()
         if transform != self.transform or self._differing(transform):
-            with _linking:
+            with _changing():
                 self._adopt_transform(tap, transform)
         if not self.is_linked(logits.bias):
-            with _linking:
+            with _changing():
                 self.link_bias(logits.bias)
 
     def _differing(self, transform: Tuple[float, Optional[float]]) -> Dict[str, Optional[float]]:
