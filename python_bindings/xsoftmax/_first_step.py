@@ -205,7 +205,7 @@ def _find_owner(table: torch.Tensor) -> bool:
     """Searches all optimizers of the process for one that has a table, and registers it.
 
     Optimizers of torch.optim are not known before their first step, which may be a late one. The
-    search takes tens of milliseconds, so it comes once, before a warning.
+    search takes a tenth of a second, so it comes once, before a warning.
     """
     for each in gc.get_objects():
         if issubclass(type(each), torch.optim.Optimizer) and any(
