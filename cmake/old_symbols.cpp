@@ -64,7 +64,7 @@ int old_trylock(pthread_mutex_t* mutex);
 XS_OLD(old_trylock, "pthread_mutex_trylock", XS_FIRST_GLIBC);
 int __wrap_pthread_mutex_trylock(pthread_mutex_t* mutex) { return old_trylock(mutex); }
 
-// What std::shared_mutex calls.
+// Symbols that std::shared_mutex needs on glibc 2.28.
 #define XS_OLD_LOCK(name)                    \
   int old_##name(pthread_rwlock_t*);         \
   XS_OLD(old_##name, #name, XS_FIRST_GLIBC); \

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "core/optional.h"
+
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -21,5 +23,20 @@ inline void below_autocast(torch::Library& library, std::initializer_list<const 
     library.impl(op, torch::CppFunction::makeFromBoxedFunction<below_autocast>());
   }
 }
+
+/// The operands of a product with a class table in the dtype of autocast, as F.linear casts them;
+/// sums stay in float32.
+struct CastOperands {
+  at::Tensor input, weight;
+  OptionalTensor bias;
+
+  CastOperands(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias) {
+    const auto device = input.device().type();
+    const auto dtype = at::autocast::get_autocast_dtype(device);
+    this->input = at::autocast::cached_cast(dtype, input, device);
+    this->weight = at::autocast::cached_cast(dtype, weight, device);
+    this->bias = given(bias) ? OptionalTensor(at::autocast::cached_cast(dtype, *bias, device)) : bias;
+  }
+};
 
 } // namespace xsoftmax

@@ -33,7 +33,6 @@ void BlockGradients::take(BlockScratch& scratch, const ClassBlock& block, const 
 }
 
 void join_parts(const Tensor& parts, const Tensor& out) {
-  constexpr int64_t kQueriesPerTask = 16;
   at::parallel_for(0, out.size(0), kQueriesPerTask, [&](int64_t first, int64_t last) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const Tensor mine = parts.narrow(1, first, last - first);

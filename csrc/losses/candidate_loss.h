@@ -28,7 +28,7 @@ struct EstimatorArguments {
 CandidateBatch make_batch(const at::Tensor& scores, const at::Tensor& target, const Candidates& candidates, const EstimatorTraits& traits,
                           bool remove_accidental_hits, double label_smoothing);
 
-/// By the dispatcher.
+/// Calls the operator through the dispatcher.
 at::Tensor estimator_loss(const at::Tensor& scores, const at::Tensor& target, const Candidates& candidates, const EstimatorOptions& options);
 at::Tensor estimator_loss_backward(const at::Tensor& grad, const at::Tensor& scores, const at::Tensor& target, const Candidates& candidates,
                                    const EstimatorOptions& options);

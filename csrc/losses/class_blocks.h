@@ -8,6 +8,9 @@
 
 namespace xsoftmax {
 
+/// How many queries at least a thread takes of a pass over the logits of a block.
+inline constexpr int64_t kQueriesPerTask = 16;
+
 /// Classes [begin, begin + size) of a table; whether their logits were saved by the forward pass.
 struct ClassBlock {
   int64_t begin, size;

@@ -215,13 +215,11 @@ Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight, 
 Tensor linear_cross_entropy_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                      const OptionalTensor& class_weight, std::string_view text) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto device = input.device().type();
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  const auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device); };
+  const CastOperands cast(input, weight, bias);
   // Class weights belong to the loss, which is computed in float32.
   const OptionalTensor weights =
       given(class_weight) && class_weight->scalar_type() != at::kDouble ? OptionalTensor(class_weight->to(at::kFloat)) : class_weight;
-  return call_loss(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, target, weights, text);
+  return call_loss(cast.input, cast.weight, cast.bias, target, weights, text);
 }
 
 // What the composites share: the operands in opmath, and the weights of the terms of the loss
@@ -363,7 +361,8 @@ LinearGradients linear_cross_entropy_backward_reference(const Tensor& grad, cons
   const Tensor target_grad = (grad * terms.target_weight).masked_fill(ignored, 0);
   const Tensor even = terms.even > 0 ? (grad * terms.even).masked_fill(ignored, 0) : at::zeros_like(grad);
   const Tensor largest = normalizer.select(0, 0).unsqueeze(1), log_sum = normalizer.select(0, 1).unsqueeze(1);
-  Tensor scale = (target_grad + even * terms.class_weight.sum()).unsqueeze(1);
+  // Without smoothing, weights of classes that are no target, which may not be finite, are not multiplied by 0.
+  Tensor scale = (terms.even > 0 ? target_grad + even * terms.class_weight.sum() : target_grad).unsqueeze(1);
   if (options.z_loss != 0) {
     scale = scale + (grad * terms.z_weight).masked_fill(ignored, 0).unsqueeze(1) * 2 * (largest + log_sum);
   }
@@ -374,7 +373,9 @@ LinearGradients linear_cross_entropy_backward_reference(const Tensor& grad, cons
     const int64_t size = std::min(kReferenceBlock, classes - begin);
     const Tensor logits = terms.logits(terms.products(weight, begin, size), begin);
     Tensor slope = scale * ((logits - largest) - log_sum).exp();
-    slope = slope - even.unsqueeze(1) * terms.class_weight.narrow(0, begin, size);
+    if (terms.even > 0) {
+      slope = slope - even.unsqueeze(1) * terms.class_weight.narrow(0, begin, size);
+    }
     const Tensor here = target.ge(begin).logical_and(target.lt(begin + size));
     slope.scatter_add_(1, (target - begin).clamp(0, size - 1).unsqueeze(1), target_grad.neg().masked_fill(here.logical_not(), 0).unsqueeze(1));
     if (transforms(options)) {

@@ -25,8 +25,6 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kQueriesPerTask = 16;
-
 // The weights of the terms of the loss of a query,
 //     loss_q = target_weight (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc) + z_weight (log Z_q)^2,   0 where q is ignored.
 template <typename A>

@@ -132,8 +132,8 @@ struct Operands {
   template <typename A>
   LogitBlock<A> block(const Tensor& logits, int64_t begin) const {
     const A* remaining_bias = transforms(options) ? nullptr : pointer<A>(bias);
-    return {logits.const_data_ptr<A>(),      logits.stride(0), queries, begin, logits.size(1), remaining_bias, pointer<A>(class_weight),
-            target.const_data_ptr<int64_t>()};
+    const A* smoothed = options.label_smoothing > 0 ? pointer<A>(class_weight) : nullptr; // 0 times a weight may be no number
+    return {logits.const_data_ptr<A>(), logits.stride(0), queries, begin, logits.size(1), remaining_bias, smoothed, target.const_data_ptr<int64_t>()};
   }
   // The products of a block of classes, turned into logits with the bias where options transform them.
   void products(const Tensor& out, const Tensor& weight, int64_t begin, int64_t size) const {

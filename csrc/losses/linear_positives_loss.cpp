@@ -257,13 +257,11 @@ Tensor loss_op(const Tensor& input, const Tensor& weight, const OptionalTensor& 
 }
 
 // Products run low, as those of linear_cross_entropy.
-template <c10::DeviceType device>
 Tensor forward_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
                         std::string_view text) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  const auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device); };
-  return call_forward(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : bias, positives, shares, text);
+  const CastOperands cast(input, weight, bias);
+  return call_forward(cast.input, cast.weight, cast.bias, positives, shares, text);
 }
 
 } // namespace
@@ -315,12 +313,12 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
-  m.impl("positives_cross_entropy", forward_autocast<at::kCPU>);
+  m.impl("positives_cross_entropy", forward_autocast);
   below_autocast(m, {"positives_cross_entropy_backward"});
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
-  m.impl("positives_cross_entropy", forward_autocast<at::kCUDA>);
+  m.impl("positives_cross_entropy", forward_autocast);
   below_autocast(m, {"positives_cross_entropy_backward"});
 }
 

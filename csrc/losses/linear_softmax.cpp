@@ -6,6 +6,7 @@
 #include "core/options.h"
 #include "core/products.h"
 #include "losses/logit_transform.h"
+#include "losses/softmax_rows.h"
 
 #include <xsoftmax/ops.h>
 
@@ -37,7 +38,7 @@ using at::Tensor;
 
 constexpr const char* kOp = "linear_softmax";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kLeast = -1e30; // 0 times it is 0
+constexpr double kLeast = kLeastDifference<double>;
 
 SoftmaxGradients backward_any(const Tensor& grad_log_prob, const Tensor& grad_log_normalizer, const Tensor& grad_entropy, const Tensor& input,
                               const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& normalizer, const Tensor& entropy,
@@ -107,24 +108,10 @@ std::tuple<Tensor, Tensor, Tensor> softmax_autograd(const Tensor& input, const T
   return {results[0], results[1], results[2]};
 }
 
-// As F.linear: operands are cast, and the sums stay in float32.
-struct Cast {
-  Tensor input, weight;
-  OptionalTensor bias;
-
-  Cast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-    const auto device = input.device().type();
-    const auto dtype = at::autocast::get_autocast_dtype(device);
-    this->input = at::autocast::cached_cast(dtype, input, device);
-    this->weight = at::autocast::cached_cast(dtype, weight, device);
-    this->bias = given(bias) ? OptionalTensor(at::autocast::cached_cast(dtype, *bias, device)) : bias;
-  }
-};
-
 std::tuple<Tensor, Tensor, Tensor> softmax_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, bool entropy,
                                                     std::string_view options) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const Cast cast(input, weight, bias);
+  const CastOperands cast(input, weight, bias);
   return call_softmax(cast.input, cast.weight, cast.bias, ids, entropy, options);
 }
 
@@ -360,7 +347,7 @@ Tensor linear_scores(const Tensor& input, const Tensor& weight, const OptionalTe
     return scores_of_all(input, weight, bias);
   }
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const Cast cast(input, weight, bias);
+  const CastOperands cast(input, weight, bias);
   return scores_of_all(cast.input, cast.weight, cast.bias);
 }
 

@@ -29,7 +29,7 @@ using SoftmaxTerms = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 /// The gradients of input, weight and bias; those that are not wanted have no rows.
 using SoftmaxGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-/// By the dispatcher.
+/// Calls the operator through the dispatcher.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_softmax(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
                                                               const at::Tensor& ids, bool entropy, const LogitOptions& options = {});
 

@@ -1,6 +1,7 @@
 #include "losses/linear_topk.h"
 
 #include "core/anomalies.h"
+#include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
@@ -8,7 +9,6 @@
 #include "losses/logit_transform.h"
 #include "xsoftmax/ops.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
@@ -52,10 +52,8 @@ TopK linear_topk_autograd(const Tensor& input, const Tensor& weight, const Optio
 
 TopK linear_topk_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k, std::string_view text) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto device = input.device().type();
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  const auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device); };
-  return call(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, k, text);
+  const CastOperands cast(input, weight, bias);
+  return call(cast.input, cast.weight, cast.bias, k, text);
 }
 
 } // namespace

@@ -20,8 +20,6 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kQueriesPerTask = 16;
-
 template <typename A>
 struct Scored {
   A logit;

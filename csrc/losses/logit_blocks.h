@@ -26,7 +26,6 @@ class BlockTransform {
     if (!active_) {
       return;
     }
-    constexpr int64_t kQueriesPerTask = 16;
     const A* bias = bias_ == nullptr ? nullptr : bias_ + block.begin;
     at::parallel_for(0, products.size(0), kQueriesPerTask, [&](int64_t first, int64_t last) {
       for (int64_t q = first; q < last; ++q) {

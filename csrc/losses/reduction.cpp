@@ -92,7 +92,8 @@ Tensor reduced_loss(const Tensor& loss, const Tensor& target, const OptionalTens
     check::dim(op, "class_weight", *class_weight, 1);
     check::floating(op, "class_weight", *class_weight);
     check::same_device(op, "class_weight", *class_weight, "target", target);
-    total = class_weight->to(loss.scalar_type()).index_select(0, at::where(counts, flat, 0)) * counts;
+    const Tensor weights = class_weight->to(loss.scalar_type()).index_select(0, at::where(counts, flat, 0));
+    total = weights.masked_fill(counts.logical_not(), 0); // an infinite weight times 0 is no number
     each = each * total;
   }
   switch (code) {

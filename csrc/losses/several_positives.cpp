@@ -135,7 +135,8 @@ Tensor positive_shares(const Tensor& positives, const PositivesOptions& options,
     return shares;
   }
   const Tensor ids = positives.clamp_min(0).flatten();
-  return shares * class_weight->detach().to(dtype).index_select(0, ids).reshape_symint(positives.sym_sizes());
+  const Tensor weights = class_weight->detach().to(dtype).index_select(0, ids).reshape_symint(positives.sym_sizes());
+  return at::where(counts, shares * weights, 0.0); // 0 times an infinite weight is no number
 }
 
 Tensor reduced_positives(const char* op, const Tensor& loss, const Tensor& shares, const std::string& reduction, c10::SymIntArrayRef shape) {

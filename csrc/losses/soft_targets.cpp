@@ -14,7 +14,6 @@
 #include <ATen/core/Reduction.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
@@ -37,14 +36,15 @@ Tensor reduced(const char* op, const Tensor& loss, const Tensor& target, const R
   }
 }
 
-// Returns probability times class weight of each entry [Q, T], in `dtype`.
-Tensor shares_of(const Tensor& prob, const Tensor& ids, const OptionalTensor& class_weight, at::ScalarType dtype) {
-  const Tensor shares = prob.detach().to(dtype);
-  if (!given(class_weight)) {
-    return shares;
+// Returns probability times class weight of each entry [Q, T], in `dtype`; 0 where `counts` is
+// false: the gradient of an entry that is left out is 0 times its share, which may not be finite.
+Tensor shares_of(const Tensor& prob, const Tensor& ids, const Tensor& counts, const OptionalTensor& class_weight, at::ScalarType dtype) {
+  Tensor shares = prob.detach().to(dtype);
+  if (given(class_weight)) {
+    const Tensor weights = class_weight->detach().to(dtype).index_select(0, ids.flatten());
+    shares = shares * weights.reshape_symint(ids.sym_sizes());
   }
-  const Tensor weights = class_weight->detach().to(dtype).index_select(0, ids.flatten());
-  return shares * weights.reshape_symint(ids.sym_sizes());
+  return at::where(counts, shares, 0.0);
 }
 
 // The loss of each entry [Q, T], with z_loss * (log normaliser)^2.
@@ -90,7 +90,7 @@ Tensor linear_soft_loss(const Tensor& input, const Tensor& weight, const Optiona
   const Tensor counted = counted_rows(queries, counts.any(1).to(at::kLong), 0);
   const auto [log_prob, log_normalizer, entropy] = linear_softmax(counted, weight, bias, ids, /*entropy=*/false, options);
   const Tensor prob = target_prob.reshape_symint(ids.sym_sizes());
-  const Tensor shares = shares_of(prob, ids, class_weight, log_prob.scalar_type());
+  const Tensor shares = shares_of(prob, ids, counts, class_weight, log_prob.scalar_type());
   const Tensor each = with_z_loss(-log_prob, log_normalizer.unsqueeze(1), options.z_loss);
   return reduced(kExact, at::where(counts, each * shares, 0.0).sum(1), target, options);
 }
@@ -109,9 +109,10 @@ Tensor sampled_soft_loss(const Tensor& input, const Tensor& weight, const Option
   check_batch(kSampled, input, listed, weight, options.ignore_index, /*soft=*/true);
   check_class_weight(kSampled, class_weight, weight.sym_size(0), target);
   const Tensor rows = listed.unsqueeze(0).flatten(0, -2);
-  if (rows.sym_size(1) == 0) {
-    const auto floats = input.options().dtype(opmath_dtype(weight.scalar_type()));
-    return reduced(kSampled, at::zeros_symint({rows.sym_size(0)}, floats), target, options);
+  if (rows.sym_size(1) == 0) { // scores of no class, which connect the loss of 0 to its arguments
+    const Tensor queries = input.unsqueeze(0).flatten(0, -2);
+    const Tensor scores = candidate_scores(queries, weight, bias, rows, std::nullopt, options.sparse_grad);
+    return reduced(kSampled, scores.sum(1), target, options);
   }
   Proposal of_listed = sets;
   for (CandidateSet& set : of_listed) { // samplers take a single positive as a plain target
@@ -122,9 +123,10 @@ Tensor sampled_soft_loss(const Tensor& input, const Tensor& weight, const Option
   const auto [positives, prob] =
       joined(rows, target_prob.reshape_symint(rows.sym_sizes()).detach().to(opmath_dtype(weight.scalar_type())), options.ignore_index);
   const auto [loss, scores, score] = losses_of_positives(input, weight, bias, positives, of_listed, options, log_z);
-  const Tensor shares = shares_of(prob, positives.clamp_min(0), class_weight, scores.scalar_type());
+  const Tensor counts = positives.ge(0);
+  const Tensor shares = shares_of(prob, positives.clamp_min(0), counts, class_weight, scores.scalar_type());
   const Tensor each = with_z_loss(loss + (score - scores), loss + score, given_options.z_loss);
-  return reduced(kSampled, at::where(positives.ge(0), each * shares, 0.0).sum(1), target, options);
+  return reduced(kSampled, at::where(counts, each * shares, 0.0).sum(1), target, options);
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {

@@ -7,6 +7,11 @@
 
 namespace xsoftmax {
 
+/// The least difference of a logit to the largest one in the entropy: e^x times a lower one would be
+/// 0 times infinity, which is no number.
+template <typename A>
+inline constexpr A kLeastDifference = A(-1e30);
+
 /// How scores become logits: cap tanh(scale score / cap), or scale score where cap is 0.
 template <typename A>
 struct RowTransform {

@@ -11,8 +11,15 @@ inline A logit(const A* logits, const A* bias, int64_t j) {
   return logits[j];
 }
 
-template <bool kBias, typename A>
-A fold_row(A* max, A* sum, const A* __restrict logits, const A* __restrict bias, int64_t n) {
+// A logit that lies below all others without end counts for nothing: 0 times a number, not infinity.
+template <typename A>
+inline A bounded(A difference) {
+  return difference < kLeastDifference<A> ? kLeastDifference<A> : difference;
+}
+
+// weighted: nullptr unless kWeighted.
+template <bool kBias, bool kWeighted, typename A>
+A fold_row(A* max, A* sum, A* weighted, const A* __restrict logits, const A* __restrict bias, int64_t n) {
   constexpr A kInfinity = A(__builtin_inf());
   auto key = ordered(-kInfinity);
   for (int64_t j = 0; j < n; ++j) {
@@ -22,55 +29,33 @@ A fold_row(A* max, A* sum, const A* __restrict logits, const A* __restrict bias,
   const A top = from_ordered(key);
   const A new_max = *max > top ? *max : top;
   const A shift = new_max == -kInfinity ? A(0) : new_max; // -inf - -inf is no number
-  A total = 0;
-#pragma omp simd reduction(+ : total)
+  A total = 0, total_weighted = 0;
+#pragma omp simd reduction(+ : total, total_weighted)
   for (int64_t j = 0; j < n; ++j) {
-    total += exponential(logit<kBias>(logits, bias, j) - shift);
+    const A difference = logit<kBias>(logits, bias, j) - shift, e = exponential(difference);
+    total += e;
+    if constexpr (kWeighted) {
+      total_weighted += e * bounded(difference);
+    }
   }
-  *sum = *sum * exponential(*max - shift) + total;
+  const A moved = *max - shift, scale = exponential(moved);
+  if constexpr (kWeighted) {
+    *weighted = scale * (*weighted + bounded(moved) * *sum) + total_weighted;
+  }
+  *sum = *sum * scale + total;
   *max = new_max;
   return top;
 }
 
 template <typename A>
 A fold(A* max, A* sum, const A* logits, const A* bias, int64_t n) {
-  return bias == nullptr ? fold_row<false>(max, sum, logits, bias, n) : fold_row<true>(max, sum, logits, bias, n);
-}
-
-// A logit that lies below all others without end counts for nothing: 0 times a number, not infinity.
-template <typename A>
-inline A bounded(A difference) {
-  constexpr A kLeast = A(-1e30);
-  return difference < kLeast ? kLeast : difference;
-}
-
-template <bool kBias, typename A>
-void fold_weighted_row(A* max, A* sum, A* weighted, const A* __restrict logits, const A* __restrict bias, int64_t n) {
-  constexpr A kInfinity = A(__builtin_inf());
-  auto key = ordered(-kInfinity);
-  for (int64_t j = 0; j < n; ++j) {
-    const auto k = ordered(logit<kBias>(logits, bias, j));
-    key = k > key ? k : key;
-  }
-  const A top = from_ordered(key);
-  const A new_max = *max > top ? *max : top;
-  const A shift = new_max == -kInfinity ? A(0) : new_max;
-  A total = 0, total_weighted = 0;
-#pragma omp simd reduction(+ : total, total_weighted)
-  for (int64_t j = 0; j < n; ++j) {
-    const A difference = logit<kBias>(logits, bias, j) - shift, e = exponential(difference);
-    total += e;
-    total_weighted += e * bounded(difference);
-  }
-  const A moved = *max - shift, scale = exponential(moved);
-  *weighted = scale * (*weighted + bounded(moved) * *sum) + total_weighted;
-  *sum = *sum * scale + total;
-  *max = new_max;
+  constexpr A* weighted = nullptr;
+  return bias == nullptr ? fold_row<false, false>(max, sum, weighted, logits, bias, n) : fold_row<true, false>(max, sum, weighted, logits, bias, n);
 }
 
 template <typename A>
 void fold_weighted(A* max, A* sum, A* weighted, const A* logits, const A* bias, int64_t n) {
-  bias == nullptr ? fold_weighted_row<false>(max, sum, weighted, logits, bias, n) : fold_weighted_row<true>(max, sum, weighted, logits, bias, n);
+  bias == nullptr ? fold_row<false, true>(max, sum, weighted, logits, bias, n) : fold_row<true, true>(max, sum, weighted, logits, bias, n);
 }
 
 template <bool kBias, typename A>

@@ -115,7 +115,8 @@ class Rows {
     return std::abs(value) <= Number(tiny_);
   }
 
-  /// Whether rows are canonical, by loops over all of their entries that the compiler makes vectors of. False is no answer for scores.
+  /// Whether rows are canonical, by loops over all of their entries that the compiler vectorises.
+  /// For scores, false means that `check_row` decides.
   bool is_plain(int64_t begin, int64_t end) const {
     using Flag = std::conditional_t<sizeof(Value) == 8, int64_t, int32_t>;
     constexpr int64_t kChunk = 4096; // entries, which stay in the cache

@@ -105,7 +105,8 @@ void BeamWorkspace::report(int64_t query, const BeamOptions& options, int64_t* l
   std::fill(score + found, score + options.topk, 0.0f);
   for (int64_t k = 0; k < found; ++k) {
     leaf[k] = best[k].node;
-    if (options.logs) { // those that are too small fall to the end of the row as the others do
+    if (options.logs) {
+      // Scores below the smallest normal number are replaced by distinct values near it, in order.
       score[k] = std::max(std::exp(best[k].score), kLeast * (1.0f + float(found - 1 - k) * kStep));
     } else {
       score[k] = best[k].score == 0.0f ? kLeast : best[k].score;

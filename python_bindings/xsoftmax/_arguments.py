@@ -49,9 +49,9 @@ _REQUIRED: Dict[str, Callable[[], str]] = {
 def meant_argument(name: str, known: Iterable[str]) -> str:
     """Returns the argument that a misspelt name stands for, or ""."""
     names = list(known)
-    for own in names:
-        if name in _SYNONYMS.get(own, ()):
-            return own
+    for argument in names:
+        if name in _SYNONYMS.get(argument, ()):
+            return argument
     close = difflib.get_close_matches(name, names, 1)
     return close[0] if close else ""
 
@@ -72,11 +72,11 @@ def _check(owner: str, parameters: Dict[str, inspect.Parameter], args: Any, kwar
         names = ", ".join(by_place) or "none"
         raise TypeError(f"{owner}: expected at most {len(by_place)} arguments without a name "
                         f"({names}), got {len(args)}: pass the others by name")
-    given = {*by_place[:len(args)], *kwargs}
+    passed = {*by_place[:len(args)], *kwargs}
     for name, parameter in parameters.items():
         needed = parameter.default is parameter.empty and parameter.kind in (
             inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        if needed and name not in given:
+        if needed and name not in passed:
             hint = f": give {_REQUIRED[name]()}" if name in _REQUIRED else ""
             raise TypeError(f"{owner}: expected argument {name}, got none{hint}")
 

@@ -1,8 +1,9 @@
 """Checks of an optimizer's first step: errors for row-sparse gradients and state that it cannot take, warnings for gradients that are dense for no reason."""
 
+import gc
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Type
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple, Type
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -15,20 +16,21 @@ _modules: "weakref.WeakSet[TableModule]" = weakref.WeakSet()
 # The groups of optimizers whose first step is behind them, which costs a look-up a step. A load of
 # state makes new groups, so the next step counts as the first.
 _seen: "weakref.WeakKeyDictionary[torch.optim.Optimizer, List[Any]]" = weakref.WeakKeyDictionary()
-# The groups of optimizers whose gradients were checked: those above, and optimizers beside which a
-# table has a gradient that no optimizer has stepped.
+# The groups of optimizers whose gradients were checked: those above, and optimizers that step while
+# a table has a gradient and no optimizer has the table.
 _watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, List[Any]]" = weakref.WeakKeyDictionary()
-_grown: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # entries and growths of a gradient
 _warned: "weakref.WeakSet[TableModule]" = weakref.WeakSet()
 _hook: Any = None
 _MANY_ROWS = 10_000  # from so many on, a dense gradient of a few rows is worth a warning
-_GROWTHS = 16  # a table may be stepped every few steps of the encoder
-# Row optimizers, whether they have taken a step or not.
-_made: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+_UNOWNED_STEPS = 16  # An optimizer may step the table less often than the encoder.
+# Row optimizers, whether they have taken a step or not, and optimizers that a search has found.
+_row_optimizers: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+_owned: Optional[Set[int]] = None  # parameters of known optimizers, by `id`; None: not up to date
+_unowned: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # table -> _UnownedTable
 
 
 def watch(module: "TableModule") -> None:
-    """From the first table on, each optimizer's first step is looked at."""
+    """Registers a module whose optimizers are checked at their first step."""
     _modules.add(module)
     watch_steps()
 
@@ -40,9 +42,11 @@ def watch_steps() -> None:
         _hook = register_optimizer_step_pre_hook(_before_step)
 
 
-def made(optimizer: torch.optim.Optimizer) -> None:
-    """From its making on, the tables of a row optimizer count as trained."""
-    _made.add(optimizer)
+def register_row_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Registers a row optimizer, so that its tables count as trained."""
+    global _owned
+    _row_optimizers.add(optimizer)
+    _owned = None
     watch_steps()
 
 
@@ -88,15 +92,17 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 def _look(optimizer: torch.optim.Optimizer) -> None:
+    global _owned
     tables = row_sparse_tables()
-    stepped = [(group, param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    if not stepped or all(group["lr"] == 0 for group, _ in stepped):  # torch.distributed.checkpoint makes state by such a step
-        return
     if _watched.get(optimizer) is not optimizer.param_groups:
+        stepped = [(group, param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        if not stepped or all(group["lr"] == 0 for group, _ in stepped):  # torch.distributed.checkpoint makes state by such a step
+            return
         _refuse_row_state(optimizer)
         _check_gradients(optimizer, stepped, tables)
         _watched[optimizer] = optimizer.param_groups
-    if not _is_left_out(optimizer, tables):
+        _owned = None
+    if not _leaves_out(optimizer, tables):
         _seen[optimizer] = optimizer.param_groups
 
 
@@ -164,32 +170,74 @@ def _hint_at_embeddings(name: str, params: List[Any]) -> None:
             return
 
 
-def _is_left_out(optimizer: torch.optim.Optimizer, tables: Dict[int, "TableModule"]) -> bool:
-    """Whether a table has a row-sparse gradient, no row optimizer, and no step behind it.
+class _UnownedTable:
+    """Counts steps of optimizers at which a table had a gradient, and none of them has the table."""
 
-    Such an optimizer is looked at again in its next step. A gradient that has grown over several
-    steps is warned of once.
+    def __init__(self) -> None:
+        self.gradient: Any = None  # a weak reference to the last one
+        self.versions = -1, -1  # of the table and of the gradient
+        self.steps = 0
+
+    def count(self, table: torch.Tensor, grad: torch.Tensor) -> int:
+        """Returns the number of steps so far.
+
+        Steps of several optimizers after one backward pass count once. The count begins anew where
+        the table was written to, as by an update without an optimizer.
+        """
+        last = None if self.gradient is None else self.gradient()
+        versions = table._version, grad._version
+        if last is not grad or versions != self.versions:
+            self.steps = self.steps + 1 if versions[0] == self.versions[0] else 1
+            self.gradient, self.versions = weakref.ref(grad), versions
+        return self.steps
+
+
+def _owned_parameters() -> Set[int]:
+    """Returns the parameters of all known optimizers, by `id`."""
+    global _owned
+    if _owned is None:
+        _owned = {id(param) for each in (*_watched, *_row_optimizers)
+                  for group in each.param_groups for param in group["params"]}
+    return _owned
+
+
+def _find_owner(table: torch.Tensor) -> bool:
+    """Searches all optimizers of the process for one that has a table, and registers it.
+
+    Optimizers of torch.optim are not known before their first step, which may be a late one. The
+    search takes a tenth of a second, so it comes once, before a warning.
     """
-    owned = {id(param) for each in (*_watched, *_made) for group in each.param_groups
-             for param in group["params"]}
-    is_left_out = False
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.optim.Optimizer) and any(
+                param is table for group in each.param_groups for param in group["params"]):
+            register_row_optimizer(each)
+            return True
+    return False
+
+
+def _leaves_out(optimizer: torch.optim.Optimizer, tables: Dict[int, "TableModule"]) -> bool:
+    """Returns whether a table has a row-sparse gradient and no optimizer.
+
+    Later steps of such an optimizer are looked at again. After some of them the table is warned of,
+    once, whether its gradient is cleared between steps or grows.
+    """
+    leaves_out = False
     for module in {id(module): module for module in tables.values()}.values():
         for table in module._tables():
-            if table is None or id(table) in owned or module in _warned:
+            if table is None or module in _warned or id(table) in _owned_parameters():
                 continue
             grad = table.grad
             if type(grad) is not torch.Tensor or grad.layout != torch.sparse_coo:  # not of another FakeTensorMode
+                leaves_out |= table in _unowned
                 continue
-            is_left_out = True
-            entries, growths = _grown.get(table, (0, 0))
-            growths = growths + 1 if grad._nnz() > entries > 0 else 0
-            _grown[table] = grad._nnz(), growths
-            if growths >= _GROWTHS:
+            unowned = _unowned.setdefault(table, _UnownedTable())
+            if unowned.count(table, grad) < _UNOWNED_STEPS:
+                leaves_out = True
+            elif not _find_owner(table):
                 _warned.add(module)
                 warnings.warn(
-                    f"{module._name}: the row-sparse gradient of its table of shape "
-                    f"{list(table.shape)} has grown over {_GROWTHS + 1} steps of "
-                    f"{type(optimizer).__name__}, and no optimizer steps or clears it, so the table "
-                    "is not trained: give an optimizer loss.parameters() too (after "
+                    f"{module._name}: its table of shape {list(table.shape)} has had a gradient "
+                    f"over {_UNOWNED_STEPS} steps of {type(optimizer).__name__}, and no optimizer "
+                    "has the table, so it is not trained: give an optimizer loss.parameters() too (after "
                     "xs.replace_head: model.parameters())", stacklevel=5)
-    return is_left_out
+    return leaves_out

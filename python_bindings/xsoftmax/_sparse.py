@@ -7,8 +7,9 @@ indices only where the last offset is not 0.
 
 import copy
 import itertools
+import operator
 from functools import lru_cache
-from typing import Any, Tuple, TYPE_CHECKING, Union
+from typing import Any, Iterable, Tuple, TYPE_CHECKING, Union
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 Matrix = Union["scipy.sparse.spmatrix", "scipy.sparse.sparray"]
 
 _FLOAT32 = np.dtype(np.float32)
+_INDEX_DTYPES = np.dtype(np.int32), np.dtype(np.int64)
 _LIMIT = 2**31 - 1  # rows, and columns that are labels: operators take fewer
 _HINTS = {
     "features": "scipy.sparse.csr_matrix(x) makes one of an array",
@@ -35,6 +37,8 @@ def canonical(owner: str, argument: str, matrix: Any, kind: str = "features") ->
     column summed, no stored zeros, indices int32, or int64 where int32 is too small. The matrix
     itself is returned if it has this form, and nothing of the caller's is written to.
 
+    DIA and BSR have no stored zeros: those of their blocks are no entries, whatever the kind is.
+
     Args:
         owner, argument: named in errors.
         kind: "features": float32, finite. "labels": the non-zeros are the pairs of a row and a
@@ -47,6 +51,21 @@ def canonical(owner: str, argument: str, matrix: Any, kind: str = "features") ->
         ValueError: another number of dimensions; parts that contradict each other; a value that is
             not finite, in float32 where the result is; more rows, or labels, than operators take.
     """
+    _check_matrix(owner, argument, matrix, kind)
+    if matrix.shape[0] >= _LIMIT or (kind == "labels" and matrix.shape[1] >= _LIMIT):
+        raise ValueError(f"{owner}: expected {argument} with fewer than 2^31 - 1 {'rows and labels' if kind == 'labels' else 'rows'}, "
+                         f"got shape {list(matrix.shape)}")
+    try:
+        indptr, indices, data = _arrays_of_rows(matrix)
+        offsets, columns, values = tensor_of(_index(indptr)).long(), tensor_of(_index(indices)), tensor_of(_number(data))
+        tensors = torch.ops.xsoftmax.canonical_rows(offsets, columns, values, matrix.shape[1], kind)
+    except (ValueError, IndexError) as error:
+        raise _named(owner, argument, str(error)) from error
+    return _assembled(matrix, (indptr, indices, data), tensors, kind)
+
+
+def _check_matrix(owner: str, argument: str, matrix: Any, kind: str) -> None:
+    """Raises unless a matrix is sparse, of two dimensions, and of real numbers."""
     import scipy.sparse as sp
 
     if not sp.issparse(matrix):
@@ -55,26 +74,21 @@ def canonical(owner: str, argument: str, matrix: Any, kind: str = "features") ->
     if matrix.ndim != 2:
         raise ValueError(f"{owner}: expected {argument} of two dimensions, got shape {list(matrix.shape)}: "
                          "a row of an array keeps both where it is taken by x[[i]]")
-    if matrix.dtype.kind not in "fiub":
-        raise TypeError(f"{owner}: expected {argument} of numbers, got dtype {matrix.dtype}")
-    if matrix.shape[0] >= _LIMIT or (kind == "labels" and matrix.shape[1] >= _LIMIT):
-        raise ValueError(f"{owner}: expected {argument} with fewer than 2^31 - 1 {'rows and labels' if kind == 'labels' else 'rows'}, "
-                         f"got shape {list(matrix.shape)}")
-    try:
-        indptr, indices, data = _rows_of(matrix)
-        offsets, columns, values = tensor_of(_index(indptr)).long(), tensor_of(_index(indices)), tensor_of(_number(data))
-        made = torch.ops.xsoftmax.canonical_rows(offsets, columns, values, matrix.shape[1], kind)
-    except (ValueError, IndexError) as error:
-        raise _named(owner, argument, str(error)) from error
-    return _assembled(matrix, (indptr, indices, data), made, kind)
+    dtype = getattr(matrix, "dtype", None)  # mostly that of `data`, which may be any object
+    if not isinstance(dtype, np.dtype):
+        raise _named(owner, argument, "expected parts as arrays, got data without a dtype")
+    if dtype.kind not in "fiub":
+        raise TypeError(f"{owner}: expected {argument} of numbers, got dtype {dtype}")
 
 
-def _assembled(matrix: Any, parts: Tuple[np.ndarray, ...], made: Any, kind: str) -> "scipy.sparse.csr_matrix":
-    """The result of :func:`canonical`: of the operator's tensors, or of parts that have the form."""
+def _assembled(matrix: Any, parts: Tuple[np.ndarray, ...], tensors: Any,
+               kind: str) -> "scipy.sparse.csr_matrix":
+    """Builds the result of `canonical` from the operator's tensors, or from the parts if they are
+    canonical already."""
     import scipy.sparse as sp
 
-    if made:
-        offsets, columns, data = (part.numpy() for part in made)
+    if tensors:
+        offsets, columns, data = (part.numpy() for part in tensors)
         narrow = max(len(columns), matrix.shape[1]) < 2**31
         indptr, indices = (part.astype(np.int32 if narrow else np.int64, copy=False) for part in (offsets, columns))
     else:
@@ -86,7 +100,8 @@ def _assembled(matrix: Any, parts: Tuple[np.ndarray, ...], made: Any, kind: str)
             data = _number(data)
         else:
             data = data.astype(np.float32, copy=False)
-        if matrix.format == "csr" and all(given is part for given, part in zip((matrix.indptr, matrix.indices, matrix.data), (indptr, indices, data))):
+        before = (matrix.indptr, matrix.indices, matrix.data) if matrix.format == "csr" else ()
+        if before and all(map(operator.is_, before, (indptr, indices, data))):
             return matrix
     kind_of = sp.csr_array if isinstance(matrix, sp.sparray) else sp.csr_matrix
     result = kind_of((data, indices, indptr), shape=matrix.shape, copy=False)
@@ -95,22 +110,31 @@ def _assembled(matrix: Any, parts: Tuple[np.ndarray, ...], made: Any, kind: str)
     return result
 
 
+def _arrays_of_rows(matrix: Any) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the result of :func:`_rows_of`. ValueError: parts of a matrix are no arrays."""
+    try:
+        return _rows_of(matrix)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"expected parts as arrays, got others: {error}") from error
+
+
 def _rows_of(matrix: Any) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """indptr, indices and data of the rows of a matrix of any format; those of CSR are unchecked."""
+    """Returns indptr, indices and data of the rows of a matrix of any format, unchecked for CSR."""
     import scipy.sparse as sp
 
     shape = matrix.shape
     if matrix.format == "csr":
-        return _trimmed(matrix.indptr, matrix.indices, matrix.data, shape[0])
+        return _trimmed(matrix.indptr, matrix.indices, _array(matrix.data), shape[0])
     if matrix.format in ("csc", "bsr"):
+        _array(matrix.data, 3 if matrix.format == "bsr" else 1)
         high, wide = matrix.blocksize if matrix.format == "bsr" else (1, 1)
         if min(high, wide) < 1 or shape[0] % high or shape[1] % wide:
             raise ValueError(f"expected blocks that divide the shape {list(shape)}, got {[high, wide]}")
         lists, width = (shape[0] // high, shape[1] // wide) if matrix.format == "bsr" else shape[::-1]
         indptr, indices, data = _trimmed(matrix.indptr, matrix.indices, matrix.data, lists)
         _check_lists(indptr, indices, width)
-        made = (sp.bsr_matrix if matrix.format == "bsr" else sp.csc_matrix)((_number(data), indices, indptr), shape=shape)
-        rows = made.tocsr()
+        make = sp.bsr_matrix if matrix.format == "bsr" else sp.csc_matrix
+        rows = make((_number(data), indices, indptr), shape=shape).tocsr()
         if matrix.format == "bsr":
             rows.eliminate_zeros()  # of the blocks
         return rows.indptr, rows.indices, rows.data
@@ -125,19 +149,21 @@ def _rows_of(matrix: Any) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _coordinates(matrix: Any) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row, column and value of each entry of COO, DOK, LIL or DIA, unchecked."""
+    """Returns row, column and value of each entry of COO, DOK, LIL or DIA, unchecked."""
     if matrix.format == "coo":
         return _index(matrix.row), _index(matrix.col), _array(matrix.data)
     if matrix.format == "dok":
         keys, count = list(matrix.keys()), len(matrix.keys())
-        row, column = (np.fromiter((key[axis] for key in keys), np.int64, count) for axis in (0, 1))
-        return row, column, np.fromiter(matrix.values(), matrix.dtype, count)
+        row, column = (_from_objects((key[axis] for key in keys), np.int64, count)
+                       for axis in (0, 1))
+        return row, column, _from_objects(matrix.values(), matrix.dtype, count)
     if matrix.format == "lil":
-        counts = [np.fromiter(map(len, lists), np.int64, len(lists)) for lists in (matrix.rows, matrix.data)]
+        counts = [_from_objects(map(len, lists), np.int64, len(lists))
+                  for lists in (_array(matrix.rows), _array(matrix.data))]
         if not np.array_equal(counts[0], counts[1]):
             raise ValueError("expected as many columns as values in each row, got others")
         count = int(counts[0].sum())
-        column, data = (np.fromiter(itertools.chain.from_iterable(lists), dtype, count)
+        column, data = (_from_objects(itertools.chain.from_iterable(lists), dtype, count)
                         for lists, dtype in ((matrix.rows, np.int64), (matrix.data, matrix.dtype)))
         return np.repeat(np.arange(len(counts[0])), counts[0]), column, data
     offsets, data = _index(matrix.offsets), _array(matrix.data, 2)
@@ -151,8 +177,16 @@ def _coordinates(matrix: Any) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     return row[there], column[there], data[diagonal[there], column[there]]
 
 
+def _from_objects(values: Iterable[Any], dtype: Any, count: int) -> np.ndarray:
+    """Returns Python numbers as an array."""
+    try:
+        return np.fromiter(values, dtype, count)
+    except (TypeError, ValueError, OverflowError, IndexError) as error:
+        raise ValueError(f"expected numbers of {np.dtype(dtype)}, got others: {error}") from error
+
+
 def _trimmed(indptr: Any, indices: Any, data: Any, lists: int) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The parts of so many lists, without what stands behind the last one."""
+    """Returns the parts of so many lists, without entries behind the last one."""
     if len(_index(indptr)) != lists + 1:
         raise ValueError(f"expected {lists + 1} offsets, got {len(indptr)}")
     count = int(indptr[-1])
@@ -169,7 +203,7 @@ def _check_lists(indptr: np.ndarray, indices: np.ndarray, width: int) -> None:
 
 
 def _named(owner: str, argument: str, reason: str) -> ValueError:
-    """The error of parts that are wrong, in the caller's words."""
+    """Returns the error of parts that are wrong, in the caller's words."""
     reason = reason.removeprefix("canonical_rows: ").removeprefix("expected ")
     if reason.startswith("values "):
         return ValueError(f"{owner}: expected {argument} {reason.removeprefix('values ')}")
@@ -183,14 +217,14 @@ def _array(part: Any, dimensions: int = 1) -> np.ndarray:
 
 
 def _index(part: Any) -> np.ndarray:
-    """int32 or int64."""
+    """Returns indices in int32 or int64."""
     if _array(part).dtype.kind not in "iu":
         raise ValueError(f"expected indices of an integer dtype, got {part.dtype}")
     return part if part.dtype in (np.int32, np.int64) else part.astype(np.int64)
 
 
 def _number(data: np.ndarray) -> np.ndarray:
-    """float32 or float64, in which a value of the dtype is not 0 or infinite unless it is so itself."""
+    """Returns values in float32 or float64, in which none becomes 0 or infinite."""
     if data.dtype in (np.float32, np.float64):
         return data
     with np.errstate(over="ignore"):
@@ -217,15 +251,16 @@ def query_tensors(owner: str, argument: str, matrix: Any) -> Tuple[Tensor, Tenso
     """Returns offsets, columns and values (float32) of a scipy sparse matrix for an operator that brings them to canonical form itself."""
     if matrix.format == "csr" and len(matrix.shape) == 2:  # as most are: a query is answered in microseconds
         indptr, indices, data = matrix.indptr, matrix.indices, matrix.data
-        if (isinstance(indptr, np.ndarray) and indptr.ndim == 1 and data.dtype is _FLOAT32
+        if (isinstance(indptr, np.ndarray) and isinstance(indices, np.ndarray)
+                and isinstance(data, np.ndarray) and indptr.ndim == indices.ndim == data.ndim == 1 and data.dtype is _FLOAT32
+                and indptr.dtype in _INDEX_DTYPES and indices.dtype in _INDEX_DTYPES
                 and len(indptr) == matrix.shape[0] + 1
                 and indptr[-1] == len(indices) == len(data)
                 and indptr.flags.carray and indices.flags.carray and data.flags.carray):
             return torch.from_numpy(indptr), torch.from_numpy(indices), torch.from_numpy(data)
-    if matrix.ndim != 2 or matrix.dtype.kind not in "fiub":
-        canonical(owner, argument, matrix)  # raises
+    _check_matrix(owner, argument, matrix, "features")
     try:
-        indptr, indices, data = _rows_of(matrix)
+        indptr, indices, data = _arrays_of_rows(matrix)
         with np.errstate(over="ignore"):
             return tensor_of(_index(indptr)), tensor_of(_index(indices)), tensor_of(data.astype(np.float32, copy=False))
     except ValueError as error:
@@ -233,14 +268,18 @@ def query_tensors(owner: str, argument: str, matrix: Any) -> Tuple[Tensor, Tenso
 
 
 def index_tensors(matrix: "scipy.sparse.csr_matrix", owner: str = "xsoftmax") -> Tuple[Tensor, Tensor]:
-    """Of CSR or CSC: where each row or column begins (int64), and the indices (int32). ValueError: there are more columns than int32 has."""
+    """Returns the offsets (int64) and indices (int32) of a CSR or CSC matrix.
+
+    Raises:
+        ValueError: there are more rows or columns than int32 has.
+    """
     if max(matrix.shape) > _LIMIT:
         raise ValueError(f"{owner}: expected a sparse matrix of at most 2^31 - 1 rows and columns, which operators take, got shape {list(matrix.shape)}")
     return tensor_of(matrix.indptr.astype(np.int64, copy=False)), tensor_of(matrix.indices.astype(np.int32, copy=False))
 
 
 def sparse_tensors(matrix: "scipy.sparse.csr_matrix", owner: str = "xsoftmax") -> Tuple[Tensor, Tensor, Tensor]:
-    """Those and the values (float32)."""
+    """Returns offsets, indices and values (float32)."""
     return (*index_tensors(matrix, owner), tensor_of(matrix.data.astype(np.float32, copy=False)))
 
 

@@ -12,6 +12,7 @@ from . import _first_step
 from ._checks import check_bool, check_count, check_reduction, check_tensor, class_weights
 from ._memory import advise_huge_pages
 from ._options import option_text
+from .estimators import check_estimator
 from ._typing import Module, Numbers
 from .optim.settle import settle
 
@@ -33,8 +34,8 @@ class TableModule(Module):
         self.in_features = check_count(name, "in_features", in_features, 0)
         self.num_classes = check_count(name, "num_classes", num_classes, 1)
         self.reduction = reduction
-        self.ignore_index = check_count(name, "ignore_index", ignore_index, None)
-        self.sparse_grad = check_bool(name, "sparse_grad", sparse_grad)
+        self.ignore_index = ignore_index
+        self.sparse_grad = sparse_grad
         self.register_buffer("weight", class_weights(name, weight, self.num_classes))
         self.register_state_dict_pre_hook(_settle_before)
         _first_step.watch(self)
@@ -48,12 +49,33 @@ class TableModule(Module):
     def _option_text(self) -> str:
         return option_text(**{name: getattr(self, name) for name in self._option_names})
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def _check_option(self, name: str, value: Any) -> Any:
+        """Returns the value of an option, checked. A subclass adds its own."""
         if name == "reduction":
-            check_reduction(self._name, value)
-        super().__setattr__(name, value)
-        if name in self._option_names and "_options" in self.__dict__:
+            return check_reduction(self._name, value)
+        if name == "ignore_index":
+            return check_count(self._name, name, value, None)
+        if name in ("sparse_grad", "remove_accidental_hits"):
+            return check_bool(self._name, name, value)
+        if name == "estimator":
+            check_estimator(self._name, value, self.__dict__.get("label_smoothing", 0.0))
+        return value
+
+    def _is_option(self, name: str) -> bool:
+        """Returns whether an attribute is checked when it is assigned."""
+        return name in self._option_names
+
+    def _update_texts(self, name: str) -> None:
+        """Builds the texts that an option is part of, after it was assigned."""
+        if "_options" in self.__dict__:
             self._options = self._option_text()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self._is_option(name):
+            super().__setattr__(name, value)
+            return
+        super().__setattr__(name, self._check_option(name, value))
+        self._update_texts(name)
 
     def _tables(self) -> List[Optional[Tensor]]:
         raise NotImplementedError(f"{self._name} does not define _tables")
@@ -194,10 +216,23 @@ def refuse_transforms(owner: str) -> None:
                        "torch.autograd.grad on torch.func.functional_call(loss, parameters, (input, target)); for a loss of each example, reduction=\"none\"")
 
 
+def has_own_forward(linear: nn.Linear) -> bool:
+    """Returns whether a Linear is of a class whose outputs may be other than those of nn.Linear."""
+    lazy = nn.modules.lazy.LazyModuleMixin
+    return type(linear).forward is not nn.Linear.forward and not isinstance(linear, lazy)
+
+
 def check_linear(owner: str, linear: Any) -> None:
-    """Of from_linear. A hook that computes the weight before a forward pass of the Linear never runs here, and would train nothing."""
+    """Checks the Linear passed to `from_linear`: losses read its weight and bias alone.
+
+    A hook that computes the weight before a forward pass, or a forward pass of the module's class,
+    would not run, and what they compute from would not train.
+    """
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"{owner}: expected an nn.Linear, got {type(linear).__name__}")
+    if has_own_forward(linear):
+        raise TypeError(f"{owner}: expected an nn.Linear with the forward pass of nn.Linear, got "
+                        f"{type(linear).__name__}, which defines another")
     if isinstance(linear, nn.modules.lazy.LazyModuleMixin):
         raise TypeError(f"{owner}: expected an nn.Linear whose sizes are known, got "
                         f"{type(linear).__name__}: run the model once first")

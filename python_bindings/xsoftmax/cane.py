@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from ._checks import check_bool, check_count, check_generator, check_tensor
+from ._checks import check_count, check_generator, check_tensor
 from ._memory import device_of_values
 from ._typing import Numbers
 from .linear_losses import CandidateLoss, different_ids
@@ -97,7 +97,8 @@ class CaneLoss(CandidateLoss):
                          logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, device=device, dtype=dtype)
         name = self._name
         num_noises = check_count(name, "num_noises", num_noises, 0)
-        self._init_options(estimator=estimator_of(name, noise_reduction), remove_accidental_hits=True, sparse_grad=check_bool(name, "sparse_grad", sparse_grad))
+        self._init_options(estimator=estimator_of(name, noise_reduction), remove_accidental_hits=True,
+                           sparse_grad=sparse_grad)
         device = device_of_values(device)
         self.candidate_sampler = None
         ids: Optional[Tensor] = None

@@ -15,10 +15,10 @@ __all__ = ["linear_cross_entropy", "linear_entropy", "linear_log_prob", "sampled
 __dir__ = public_names(__all__)
 
 
-def _check_tensors(owner: str, **arguments: Optional[Tensor]) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            check_tensor(owner, name, value)
+def _check_tensors(owner: str, needed: Dict[str, Tensor], **optional: Optional[Tensor]) -> None:
+    passed = {name: value for name, value in optional.items() if value is not None}
+    for name, value in {**needed, **passed}.items():
+        check_tensor(owner, name, value)
 
 
 def _logit_options(name: str, logit_scale: float, softcap: Optional[float]) -> Dict[str, float]:
@@ -56,8 +56,8 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
     """
     name = "linear_cross_entropy"
     check_reduction(name, reduction)
-    check_tensor(name, "weight", weight)
-    _check_tensors(name, input=input, target=target, bias=bias, class_weight=class_weight, target_prob=target_prob)
+    _check_tensors(name, dict(input=input, weight=weight, target=target), bias=bias,
+                   class_weight=class_weight, target_prob=target_prob)
     if weight.dim() != 2:
         raise ValueError(f"{name}: expected weight of shape [N, D], got {list(weight.shape)}")
     queries = flat_queries(name, weight.size(1), input, target, several=target_prob is not None)
@@ -88,7 +88,10 @@ def linear_log_prob(input: Tensor, weight: Tensor, ids: Optional[Tensor] = None,
         TypeError: `weight` or `bias` of another dtype or device than `input`; `ids` not int64.
         IndexError: an id is not in [0, N) (checked on the CPU).
     """
-    return torch.ops.xsoftmax.linear_log_prob(input, weight, bias, ids, option_text(**_logit_options("linear_log_prob", logit_scale, softcap)))
+    name = "linear_log_prob"
+    _check_tensors(name, dict(input=input, weight=weight), bias=bias, ids=ids)
+    options = option_text(**_logit_options(name, logit_scale, softcap))
+    return torch.ops.xsoftmax.linear_log_prob(input, weight, bias, ids, options)
 
 
 def linear_entropy(input: Tensor, weight: Tensor, *, bias: Optional[Tensor] = None, logit_scale: float = 1.0,
@@ -111,7 +114,10 @@ def linear_entropy(input: Tensor, weight: Tensor, *, bias: Optional[Tensor] = No
         ValueError: a shape that does not fit.
         TypeError: `weight` or `bias` of another dtype or device than `input`.
     """
-    return torch.ops.xsoftmax.linear_entropy(input, weight, bias, option_text(**_logit_options("linear_entropy", logit_scale, softcap)))
+    name = "linear_entropy"
+    _check_tensors(name, dict(input=input, weight=weight), bias=bias)
+    options = option_text(**_logit_options(name, logit_scale, softcap))
+    return torch.ops.xsoftmax.linear_entropy(input, weight, bias, options)
 
 
 def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: List[CandidateSet], *, bias: Optional[Tensor] = None,
@@ -161,8 +167,8 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
         IndexError: a target is not in [0, N) and not ignore_index, or an id is not in [0, N) (checked on the CPU).
         RuntimeError: a call inside ``torch.func.vmap``.
     """
-    _check_tensors("sampled_softmax_loss", input=input, weight=weight, target=target, bias=bias, class_weight=class_weight, log_z=log_z,
-                   target_prob=target_prob)
+    _check_tensors("sampled_softmax_loss", dict(input=input, weight=weight, target=target), bias=bias,
+                   class_weight=class_weight, log_z=log_z, target_prob=target_prob)
     text = option_text(**options, **_logit_options("sampled_softmax_loss", logit_scale, softcap))
     return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, text, target_prob)
 
@@ -197,7 +203,7 @@ def tower_loss(query: Tensor, item: Tensor, item_id: Tensor, candidates: List[Tu
         ValueError: a shape that does not fit; an option out of range; a set without target_log_count for an estimator that needs it, such as "ranking".
         TypeError: `item_id` or ids not int64; vectors or `weight` of no floating dtype; tensors on different devices.
     """
-    _check_tensors("tower_loss", query=query, item=item, item_id=item_id, weight=weight)
+    _check_tensors("tower_loss", dict(query=query, item=item, item_id=item_id), weight=weight)
     options = option_text(estimator=estimator, remove_accidental_hits=remove_accidental_hits, reduction=reduction)
     vectors, sets = [part for part, _ in candidates], [one for _, one in candidates]
     return torch.ops.xsoftmax.tower_loss(query, item, item_id, vectors, *columns_of(sets), weight, options)

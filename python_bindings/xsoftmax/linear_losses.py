@@ -1,5 +1,6 @@
 """Losses over a class table: used like torch.nn.LinearCrossEntropyLoss, with the same constructor order and the same `.linear`."""
 
+import numbers
 from typing import Any, Dict, Iterable, List, Optional, Type, TypeVar, Union
 
 import numpy as np
@@ -13,6 +14,7 @@ from ._options import logit_options, option_text
 from ._resize import resize_classes
 from ._table import TableModule, check_linear, check_queries, flattened, make_linear, refuse_parametrized
 from ._typing import Numbers
+from .estimators import check_estimator
 from .samplers import CandidateSet, Sampler, columns_of
 
 Loss = TypeVar("Loss", bound="LinearLoss")
@@ -39,14 +41,10 @@ class LinearLoss(TableModule):
                  reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", logit_scale: float = 1.0,
                  softcap: Optional[float] = None, z_loss: float = 0.0, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
-        self.positives = positives
         self._init_table(in_features, num_classes, reduction=reduction, weight=weight, ignore_index=ignore_index)
-        if not 0.0 <= label_smoothing <= 1.0:
-            raise ValueError(f"{self._name}: expected label_smoothing in [0, 1], got {label_smoothing}")
-        self.label_smoothing = float(label_smoothing)
+        self.label_smoothing = label_smoothing
         self.logit_scale, self.softcap, self.z_loss = logit_scale, softcap, z_loss
-        if positives not in ("mean", "sum"):
-            raise ValueError(f"{self._name}: expected positives to be \"mean\" or \"sum\", got {positives!r}")
+        self.positives = positives
         self._set_exact_options()
         self.linear = make_linear(self._name, self.in_features, self.num_classes, bias, device, dtype)
 
@@ -56,14 +54,48 @@ class LinearLoss(TableModule):
         self._logit_options = option_text(**logits)
         self._exact_options = option_text(**{name: getattr(self, name) for name in _EXACT_OPTIONS}, **logits)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def _check_option(self, name: str, value: Any) -> Any:
         if name in ("logit_scale", "z_loss") or (name == "softcap" and value is not None):
-            value = check_number(self._name, name, value, positive=name != "z_loss")
-        super().__setattr__(name, value)
+            return check_number(self._name, name, value, positive=name != "z_loss")
+        if name == "label_smoothing":
+            return self._check_label_smoothing(value)
+        if name == "positives" and value not in ("mean", "sum"):
+            raise ValueError(f"{self._name}: expected positives to be \"mean\" or \"sum\", "
+                             f"got {value!r}")
+        return super()._check_option(name, value)
+
+    def _check_label_smoothing(self, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{self._name}: expected label_smoothing as a number, "
+                            f"got {type(value).__name__}")
+        label_smoothing = float(value)
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ValueError(f"{self._name}: expected label_smoothing in [0, 1], got {value}")
+        if "estimator" in self.__dict__:
+            check_estimator(self._name, self.estimator, label_smoothing)
+        return label_smoothing
+
+    def _is_option(self, name: str) -> bool:
+        return name == "positives" or name in _ALL_EXACT_OPTIONS or super()._is_option(name)
+
+    def _update_texts(self, name: str) -> None:
         if name in _ALL_EXACT_OPTIONS and "_exact_options" in self.__dict__:
             self._set_exact_options()
-            if name in ("logit_scale", "softcap") and "_options" in self.__dict__:
-                self._options = self._option_text()
+        super()._update_texts(name)
+
+    def _with_reduction(self: Loss, reduction: str) -> Loss:
+        """Returns a shallow copy of a loss of reduction "mean", for one call with another one.
+
+        It shares all tensors and modules, so threads may call it and the loss at once.
+        """
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        copied.__dict__.pop("_compiled_call_impl", None)  # that of the loss itself
+        copied.__dict__["reduction"] = reduction
+        for name in {"_options", "_exact_options"} & self.__dict__.keys():
+            text = self.__dict__[name].replace("reduction=mean", f"reduction={reduction}")
+            copied.__dict__[name] = text
+        return copied
 
     @classmethod
     def from_linear(cls: Type[Loss], linear: nn.Linear, **kwargs: Any) -> Loss:
@@ -74,7 +106,8 @@ class LinearLoss(TableModule):
             **kwargs: the other arguments of the constructor, without in_features, num_classes, bias, device and dtype, which `linear` gives.
 
         Raises:
-            TypeError: `linear` is no ``nn.Linear``, or is a lazy one whose sizes are not known, or `kwargs` has an argument that `linear` gives.
+            TypeError: `linear` is no ``nn.Linear``, is of a subclass with another forward pass, or is a lazy one whose sizes are not known; or `kwargs` has an
+                argument that `linear` gives.
             ValueError: as the constructor; a hook computes the weight (``torch.nn.utils.weight_norm``, ``spectral_norm``, ``prune``); or a parametrization
                 does, beside sparse_grad=True.
         """
@@ -189,18 +222,18 @@ class LinearLoss(TableModule):
         return loss.reshape(target.shape) if self.reduction == "none" else loss
 
     def _exact_of_soft(self, input: Tensor, target: Tensor, target_prob: Tensor) -> Tensor:
-        self._table_queries(input, self._listed(input, target, target_prob))
+        self._check_soft(input, target, target_prob)
+        self._table_queries(input, target)
         return torch.ops.xsoftmax.linear_soft_loss(input, self.linear.weight, self.linear.bias, target, target_prob,
                                                    self.weight, self._exact_options)
 
-    def _listed(self, input: Tensor, target: Tensor, target_prob: Tensor) -> Tensor:
-        """target [*, T] beside its probabilities, ignore_index where an entry adds nothing."""
+    def _check_soft(self, input: Tensor, target: Tensor, target_prob: Tensor) -> None:
+        """Checks of a soft target that come before those of the operator."""
         self._given(input, target)
         if not torch.jit.is_scripting():
             check_tensor(self._name, "target_prob", target_prob)
         if self.label_smoothing != 0.0:
             raise ValueError(f"{self._name}: expected label_smoothing=0 with target_prob, got {self.label_smoothing}")
-        return torch.ops.xsoftmax.soft_targets(input, target, target_prob, self.ignore_index, self._name)
 
     def _exact_of_several(self, input: Tensor, target: Tensor) -> Tensor:
         self._table_queries(input, target)
@@ -432,7 +465,7 @@ class LinearCrossEntropyLoss(LinearLoss):
 
 
 def check_loss_class(owner: str, loss_class: Any) -> None:
-    """What takes the place of a Linear: a class that has :meth:`LinearLoss.from_linear`."""
+    """Raises TypeError unless `loss_class` derives from LinearLoss."""
     if not (isinstance(loss_class, type) and issubclass(loss_class, LinearLoss)):
         got = loss_class.__name__ if isinstance(loss_class, type) else f"an instance of {type(loss_class).__name__}"
         raise TypeError(f"{owner}: expected one of the classes SampledSoftmaxLoss, CaneLoss and "
@@ -440,7 +473,7 @@ def check_loss_class(owner: str, loss_class: Any) -> None:
 
 
 class CandidateLoss(LinearLoss):
-    """What losses share that score candidates in train() and are exact in eval()."""
+    """Base of losses that score candidates in train() and are exact in eval()."""
 
     _option_names = ("estimator", "remove_accidental_hits", "label_smoothing", "reduction", "ignore_index", "positives", "sparse_grad", "z_loss")
 
@@ -448,8 +481,11 @@ class CandidateLoss(LinearLoss):
         return option_text(**{name: getattr(self, name) for name in self._option_names}, **logit_options(self.logit_scale, self.softcap))
 
     def _counted(self, input: Tensor, target: Tensor, soft: bool = False) -> tuple[Tensor, Tensor]:
-        """What samplers are shown: queries [Q, D], multiplied by `logit_scale`, and targets [Q], zeros and -1 where a target is ignored; of several positives
-        [Q, T]."""
+        """Returns the queries and targets passed to the sampler.
+
+        Queries are [Q, D], multiplied by `logit_scale`, and zeros where a target is ignored.
+        Targets are [Q], or [Q, T] with several positives, and -1 where they are ignored.
+        """
         self._queries(input, self._given(input, target))
         self._check_step()
         queries, counted = torch.ops.xsoftmax.counted_queries(input, target, self.linear.weight, self.ignore_index, soft)

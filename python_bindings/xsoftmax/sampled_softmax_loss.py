@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ._checks import check_bool, check_count, check_generator, check_tensor
+from ._checks import check_count, check_generator, check_tensor
 from ._memory import device_of_values, moved_table
 from .estimators import check_estimator, has_noise, has_normalizer, is_registered, registered_loss
 from .linear_losses import CandidateLoss, different_ids
@@ -156,7 +156,7 @@ class SampledSoftmaxLoss(CandidateLoss):
             raise ValueError(f"{name}: expected classes to score, got num_samples=0 and "
                              "head_classes=0")
         estimator = "sampled_softmax" if outside else sampler.default_estimator if estimator is None else estimator
-        check_estimator(name, estimator, label_smoothing)
+        self.estimator = estimator
         if self.z_loss != 0.0 and not has_normalizer(estimator):
             raise ValueError(f"{name}: expected z_loss=0 with estimator={estimator!r}, which has no log normaliser, got {self.z_loss}")
         if has_noise(estimator) and not ((head.numel() > 0 or sampler.has_distinct) and sampler.has_independent):
@@ -164,8 +164,7 @@ class SampledSoftmaxLoss(CandidateLoss):
                              "replacement) and noise (draws with replacement) with "
                              f"estimator={estimator!r}, got {head.numel()} head classes and "
                              f"{sampler}")
-        self._init_options(estimator=estimator, remove_accidental_hits=check_bool(name, "remove_accidental_hits", remove_accidental_hits),
-                           sparse_grad=check_bool(name, "sparse_grad", sparse_grad))
+        self._init_options(remove_accidental_hits=remove_accidental_hits, sparse_grad=sparse_grad)
         self._init_log_z(log_z, device)
         if outside:  # the sampler is claimed below: all other checks come before
             sampler = sampler.outside_target()
@@ -321,7 +320,9 @@ class SampledSoftmaxLoss(CandidateLoss):
     def _listed_for_sampling(self, input: Tensor, target: Tensor, target_prob: Tensor) -> Tensor:
         if self.estimator != "sampled_softmax":
             raise ValueError(f"{self._name}: expected estimator=\"sampled_softmax\" with target_prob, got {self.estimator}")
-        return self._listed(input, target, target_prob)
+        self._check_soft(input, target, target_prob)
+        return torch.ops.xsoftmax.soft_targets(input, target, target_prob, self.ignore_index,
+                                               self._name)
 
     def _given_set(self, input: Tensor, negatives: Optional[Tensor], log_count: Optional[Tensor]) -> Optional[CandidateSet]:
         if negatives is None:

@@ -194,8 +194,9 @@ class TwoTowerLoss(Module):
 
         Counts follow (:meth:`StreamingCounts.resize <xsoftmax.samplers.StreamingCounts.resize>`): new items were never seen,
         and the counts of items that are gone leave the total. Counts that the caller made are resized too, also where other
-        losses share them. Items that are gone leave the memory as well. Nothing happens where any int64 is an id. With open
-        counts or counts=False, the number of items is all that changes.
+        losses share them. Items that are gone leave the memory as well. Nothing happens where any
+        int64 is an id. With counts of open ids, only num_items changes. With counts=False,
+        num_items and memory change.
 
         Call it on each rank where candidates or counts are shared. A scripted loss keeps its number of items.
 

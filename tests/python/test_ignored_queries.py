@@ -89,16 +89,39 @@ def test_exact_loss_without_them(reduction, dtype, impl):
 @pytest.mark.parametrize("positives", ["mean", "sum"])
 @pytest.mark.parametrize("name", ["exact", "sampled", "private"])
 def test_several_positives(name, positives, soft, training, held, impl):
-    """Queries of padding alone, with several positives and with probabilities."""
+    """Queries of padding alone, and probabilities of padding."""
     torch.manual_seed(0)
     loss = LOSSES[name](bias=True, positives=positives)
     x, target = torch.randn(Q, D), torch.randint(N, (Q, 3))
     target[IGNORED], target[0, 1] = -100, -100
     more = dict(target_prob=torch.rand(Q, 3)) if soft else {}
     want = results(loss, x.index_fill(0, torch.tensor(IGNORED), 0.0), target, training, **more)
+    if soft:
+        more = dict(target_prob=more["target_prob"].masked_fill(target == -100, HELD[held]))
+        target[0, 1] = -1  # the other padding
     got = results(loss, x.index_fill(0, torch.tensor(IGNORED), HELD[held]), target, training, **more)
     for value, of_zeros in zip(got, want, strict=True):
         assert value.isfinite().all() and torch.equal(value, of_zeros)
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name, kind", [
+    *((name, "one") for name in LOSSES), ("cane", "several"),
+    *((name, kind) for name in ("exact", "sampled", "private") for kind in ("several", "soft"))])
+def test_class_weights_of_other_classes(name, kind, training, held, impl):
+    """The weight of a class that is no target counts for nothing, be it infinite, as 1 / count is of
+    a class that was never seen. Class 0 takes the place of targets that are ignored."""
+    torch.manual_seed(0)
+    loss = LOSSES[name](bias=True, weight=torch.rand(N))
+    x, target = torch.randn(Q, D), torch.randint(1, N, (Q,) if kind == "one" else (Q, 3))
+    target[IGNORED] = -100
+    more = dict(target_prob=torch.rand(Q, 3)) if kind == "soft" else {}
+    want = results(loss, x, target, training, **more)
+    loss.weight[0] = HELD[held]
+    got = results(loss, x, target, training, **more)
+    for value, of_others in zip(got, want, strict=True):
+        assert value.isfinite().all() and torch.equal(value, of_others)
 
 
 def test_all_ignored():

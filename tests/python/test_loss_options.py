@@ -351,8 +351,18 @@ def test_from_linear_takes_no_argument_that_the_layer_gives():
 
 
 def test_a_functional_table_that_is_no_tensor():
-    with pytest.raises(TypeError, match="linear_cross_entropy: expected weight as a tensor, got list"):
-        xs.functional.linear_cross_entropy(torch.zeros(3, D), [1.0], torch.zeros(3, dtype=torch.int64))
+    x, ids, weight = torch.zeros(3, D), torch.zeros(3, dtype=torch.int64), torch.zeros(N, D)
+    calls = {"linear_cross_entropy": dict(input=x, weight=weight, target=ids), "linear_entropy": dict(input=x, weight=weight),
+             "linear_log_prob": dict(input=x, weight=weight), "sampled_softmax_loss": dict(input=x, weight=weight, target=ids, sets=[]),
+             "tower_loss": dict(query=x, item=x, item_id=ids, candidates=[])}
+    for name, arguments in calls.items():
+        for argument in set(arguments) - {"sets", "candidates"}:
+            for other, kind in (([1.0], "list"), (np.zeros(3), "ndarray"), (None, "NoneType")):
+                with pytest.raises(TypeError, match=f"{name}: expected {argument} as a tensor, got {kind}"):
+                    getattr(xs.functional, name)(**{**arguments, argument: other})
+    for name, argument in (("linear_log_prob", "ids"), ("linear_log_prob", "bias"), ("linear_entropy", "bias")):
+        with pytest.raises(TypeError, match=f"{name}: expected {argument} as a tensor, got list"):
+            getattr(xs.functional, name)(x, weight, **{argument: [1]})
 
 
 @pytest.mark.parametrize("loss", [sampled(), sampled().eval(), xs.LinearCrossEntropyLoss(D, N)], ids=["train", "eval", "exact"])
@@ -393,6 +403,50 @@ def test_options_may_change_after_construction():
     value.backward()
     torch.testing.assert_close(value, exact(loss, input, target.clamp(min=0), reduction="sum", ignore_index=3, label_smoothing=0.2))
     assert not loss.linear.weight.grad.is_sparse
+
+
+OPTIONS = {
+    "reduction": ("sum", [("max", ValueError), (None, ValueError)]),
+    "ignore_index": (-1, [("1", TypeError), (1.0, TypeError), (True, TypeError)]),
+    "label_smoothing": (0.1, [(1.5, ValueError), (-0.1, ValueError), (math.nan, ValueError),
+                              ("1", TypeError), (True, TypeError), (None, TypeError)]),
+    "positives": ("sum", [("max", ValueError), (1, ValueError)]),
+    "logit_scale": (2.0, [(0.0, ValueError), ("1", TypeError)]),
+    "softcap": (3.0, [(0.0, ValueError), ("1", TypeError)]),
+    "z_loss": (0.1, [(-1.0, ValueError), ("1", TypeError)]),
+    "estimator": ("ranking", [("soft", ValueError), (None, ValueError)]),
+    "remove_accidental_hits": (False, [(1, TypeError), ("no", TypeError)]),
+    "sparse_grad": (False, [(1, TypeError), (None, TypeError)]),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", ["sampled", "exact"])
+def test_options_are_checked_alike_at_construction_and_after_it(kind, option, monkeypatch):
+    """With the same error, which leaves the loss as it was. Texts for operators are built once."""
+    make = sampled if kind == "sampled" else lambda **options: xs.LinearCrossEntropyLoss(D, N, **options)
+    if kind == "exact" and option in ("estimator", "remove_accidental_hits", "sparse_grad"):
+        make = lambda **options: xs.CaneLoss(D, N, candidates=3, **options)  # noqa: E731
+    value, others = OPTIONS[option]
+    loss, built = make(), []
+    before = dict(vars(loss))
+    for other, error in others:
+        with pytest.raises(error, match=f"{type(loss).__name__}: expected {option}") as assigned:
+            setattr(loss, option, other)
+        if kind == "sampled" and option != "estimator":  # the constructor knows more of these
+            with pytest.raises(error) as constructed:
+                make(**{option: other})
+            assert str(constructed.value) == str(assigned.value)
+        assert vars(loss) == before
+
+    def text(**values):
+        built.append(tuple(sorted(values)))
+        return option_text(**values)
+
+    for module in (xs._table, xs.linear_losses):
+        monkeypatch.setattr(module, "option_text", text)
+    setattr(loss, option, value)
+    assert getattr(loss, option) == value and len(set(built)) == len(built)
 
 
 def test_cane_needs_candidates():

@@ -57,6 +57,26 @@ def test_an_optimizer_over_the_model_trains_the_table(bias):
     assert not torch.equal(loss.linear.weight, before)
 
 
+class ScaledLinear(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scale = nn.Parameter(torch.ones(N))
+
+    def forward(self, input):
+        return super().forward(input) * self.scale
+
+
+@pytest.mark.parametrize("kind", [xs.LinearCrossEntropyLoss, xs.SampledSoftmaxLoss, xs.CaneLoss])
+def test_a_linear_with_another_forward_pass_is_refused(kind):
+    """The loss would leave out the scale, which then never trains."""
+    model = Model()
+    model.decoder = layer = ScaledLinear(D, N)
+    for make in (lambda: xs.replace_head(model, "decoder", kind), lambda: kind.from_linear(layer)):
+        with pytest.raises(TypeError, match="forward pass of nn.Linear, got ScaledLinear"):
+            make()
+    assert model.decoder is layer
+
+
 def test_modes_and_moves_reach_the_loss():
     model, loss = replaced()
     input, target = batch()
@@ -194,26 +214,58 @@ def encoder_alone():
     return encoder, loss
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, xs.optim.RowAdam])
-def test_a_gradient_that_grows_without_an_optimizer_is_warned_of_once(kind):
+@pytest.mark.parametrize("clears", ["encoder", "model", "nothing"])
+@pytest.mark.parametrize("kinds", [[torch.optim.AdamW], [xs.optim.RowAdam], [torch.optim.AdamW, torch.optim.SGD]],
+                         ids=lambda kinds: "+".join(kind.__name__ for kind in kinds))
+def test_a_table_without_an_optimizer_is_warned_of_once(kinds, clears):
+    """Its gradient grows, or is cleared each step with those of the model."""
     encoder, loss = encoder_alone()
-    optimizer = kind(encoder.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for seed in range(30):
-            optimizer.zero_grad()
-            input, target = batch(seed)
-            loss(encoder(input), target).backward()
-            optimizer.step()
-    assert len(caught) == 1
-    assert (f"the row-sparse gradient of its table of shape [{100 * N}, {D}] has grown over 17 "
-            f"steps of {kind.__name__}" in str(caught[0].message))
-    assert caught[0].filename == __file__
+    optimizers = [kind([parameter], lr=0.1) for kind, parameter in zip(kinds, encoder.parameters())]
+    model, seen = nn.ModuleList([encoder, loss]), []
+    for seed in range(30):
+        {"encoder": encoder, "model": model, "nothing": nn.Identity()}[clears].zero_grad()
+        input, target = batch(seed)
+        loss(encoder(input), target).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for optimizer in optimizers:
+                optimizer.step()
+        seen += [(seed, warning) for warning in caught]
+    (seed, warning), = seen
+    assert seed == 15 and warning.filename == __file__
+    assert (f"its table of shape [{100 * N}, {D}] has had a gradient over 16 steps of "
+            f"{kinds[0].__name__}, and no optimizer has the table" in str(warning.message))
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_steps_beside_a_table_without_an_optimizer_cost_no_pass_over_parameters(clears):
+    """Until the warning, and after it: an encoder may have thousands of parameters."""
+    class Parameters(list):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return super().__iter__()
+
+    encoder, loss = encoder_alone()
+    optimizer = torch.optim.AdamW(encoder.parameters())
+    passes = []
+    for seed in range(20):
+        input, target = batch(seed)
+        loss(encoder(input), target).backward()
+        params = optimizer.param_groups[0]["params"] = Parameters(optimizer.param_groups[0]["params"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            xs._first_step._before_step(optimizer, (optimizer,), {})
+        passes.append(params.passes)
+        if clears:
+            loss.zero_grad()
+    assert passes[0] > 0 and sum(passes[1:]) <= 1, "one, by the search before the warning"
 
 
 @pytest.mark.parametrize("kind, every", [  # torch's are not known before their first step
-    (torch.optim.SparseAdam, 5), (torch.optim.SparseAdam, 12), (xs.optim.RowAdam, 5),
-    (xs.optim.RowAdam, 20)])
+    (torch.optim.SparseAdam, 5), (torch.optim.SparseAdam, 12), (torch.optim.SparseAdam, 20),
+    (torch.optim.SGD, 20), (xs.optim.RowAdam, 5), (xs.optim.RowAdam, 20)])
 def test_a_table_that_is_stepped_rarely_is_not_warned_of(kind, every):
     encoder, loss = encoder_alone()
     optimizer, rare = torch.optim.AdamW(encoder.parameters()), kind(list(loss.parameters()))
@@ -230,20 +282,27 @@ def test_a_table_that_is_stepped_rarely_is_not_warned_of(kind, every):
     assert not [str(each.message) for each in caught if "is not trained" in str(each.message)]
 
 
-@pytest.mark.parametrize("program", ["two optimizers", "accumulation", "cleared"])
-def test_gradients_that_are_stepped_or_cleared_are_not_warned_of(program):
+@pytest.mark.parametrize("program", ["two optimizers", "accumulation", "by hand", "left over"])
+def test_gradients_of_tables_that_are_trained_are_not_warned_of(program):
+    """A table may be updated without an optimizer, and a gradient may be left from before."""
     encoder, loss = encoder_alone()
     optimizers = [torch.optim.AdamW(encoder.parameters()), xs.optim.RowAdam(loss.parameters())]
-    if program == "cleared":
+    if program in ("by hand", "left over"):
         optimizers.pop()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for seed in range(12):
+        for seed in range(60 if program == "accumulation" else 24):
             input, target = batch(seed)
             loss(encoder(input), target).backward()
             if seed % 3 < 2 and program == "accumulation":
                 continue
             for optimizer in optimizers:
                 optimizer.step()
+            if program == "by hand":
+                with torch.no_grad():
+                    loss.linear.weight.add_(loss.linear.weight.grad, alpha=-0.1)
             encoder.zero_grad()
-            loss.zero_grad()
+            if program == "left over":
+                loss.linear.weight.requires_grad_(False)
+            else:
+                loss.zero_grad()

@@ -201,6 +201,51 @@ def test_listing_all_classes():
     torch.testing.assert_close(loss.exact(x, target, prob), F.cross_entropy(loss.linear(x), prob))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("training", [True, False], ids=["sampled", "exact"])
+@pytest.mark.parametrize("sparse_grad", [True, False])
+def test_queries_that_list_no_class(impl, sparse_grad, training, reduction):
+    """T = 0: a loss of 0, or a mean of NaN, whose gradients are zeros, so that training goes on."""
+    loss = xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=5, bias=True,
+                                 sparse_grad=sparse_grad, reduction=reduction).train(training)
+    x = torch.randn(Q, D, requires_grad=True)
+    value = loss(x, torch.empty(Q, 0, dtype=torch.int64), target_prob=torch.empty(Q, 0))
+    assert value.isnan() if reduction == "mean" else not value.any()
+    value.sum().backward()
+    before = [parameter.detach().clone() for parameter in loss.parameters()]
+    assert not x.grad.any() and all(not parameter.grad.to_dense().any() for parameter in loss.parameters())
+    torch.optim.SGD(loss.parameters(), lr=0.1).step()
+    assert all(map(torch.equal, before, loss.parameters()))
+
+
+def test_soft_targets_are_checked_by_the_operator_alone():
+    """The exact loss makes its targets once."""
+    loss = xs.LinearCrossEntropyLoss(D, N)
+    target, prob = soft_target()
+    with torch.autograd.profiler.profile() as profile:
+        loss(torch.randn(Q, D), target, target_prob=prob)
+    names = [event.name for event in profile.function_events]
+    assert "xsoftmax::linear_soft_loss" in names and "xsoftmax::soft_targets" not in names
+
+
+def test_ids_of_a_backward_pass_that_no_forward_pass_checked(impl):
+    """They add nothing, and nothing beside the tensors is read or written."""
+    input, weight, bias = (tensor.detach() for tensor in problem())
+    ids = torch.tensor([[1, 5]]).repeat(Q, 1)
+    *_, normalizer = torch.ops.xsoftmax.linear_softmax_forward(input, weight, bias, ids, False, "")
+    grad = torch.zeros(Q, 2)
+
+    def gradients_of(ids, grad):
+        return torch.ops.xsoftmax.linear_softmax_backward(
+            grad, torch.ones(Q), torch.empty(0), input, weight, bias, ids, normalizer,
+            torch.empty(0), "", [True, True, True])
+
+    want = gradients_of(ids, grad)
+    for wrong in (-1, N, 2**40, -2**62):
+        for value, expected in zip(gradients_of(torch.full_like(ids, wrong), grad), want, strict=True):
+            assert torch.equal(value, expected)
+
+
 @pytest.mark.parametrize("name", ["exact", "sampled"])
 def test_scripted(name):
     """TorchScript gives what eager mode does."""

@@ -175,6 +175,59 @@ def unsound(matrix):
     yield "dia too few offsets", diagonals
 
 
+def of_other_objects(matrix):
+    """Matrices whose parts are no arrays of numbers, by name."""
+    for name in ("csr", "csc", "bsr", "coo", "dia"):
+        for attribute in ("data", "indices", "indptr", "offsets"):
+            if hasattr(matrix.asformat(name), attribute):
+                for what, other in (("a list", list), ("None", lambda part: None), ("objects", lambda part: part.astype(object))):
+                    part = matrix.asformat(name, copy=True)
+                    setattr(part, attribute, other(getattr(part, attribute)))
+                    yield f"{name} {attribute} {what}", part
+    for attribute, value in (("rows", 2**70), ("rows", None), ("rows", "x"), ("data", None), ("data", "x")):
+        lists = matrix.tolil()
+        getattr(lists, attribute)[0] = [value, *getattr(lists, attribute)[0][1:]]
+        yield f"lil {attribute} with {value}", lists
+        if value is None:
+            lists = matrix.tolil()
+            getattr(lists, attribute)[0] = None
+            yield f"lil {attribute}[0] of None", lists
+            setattr(lists, attribute, None)
+            yield f"lil {attribute} of None", lists
+    rows = matrix.tocoo().row
+    for coords in (None, (rows.tolist(), rows.tolist()), (1, 2)):
+        part = matrix.tocoo()
+        if hasattr(part, "coords"):  # not of older scipy
+            part.coords = coords
+            yield f"coo coords of {type(coords).__name__}", part
+    for key, value in (((2**70, 0), 1.0), ((0, None), 1.0), (3, 1.0), ((0, 0), None)):
+        keys = matrix.todok()
+        keys._dict[key] = value
+        yield f"dok {key} {value}", keys
+
+
+@entrances
+def test_parts_that_are_no_arrays_are_refused(entrance, tmp_path):
+    call, matrix = ENTRANCES[entrance]
+    if "read" in entrance:
+        return  # files hold arrays
+    for what, given in of_other_objects(matrix):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call(given, tmp_path)
+        assert ": expected " in str(caught.value), what
+
+
+@pytest.mark.parametrize("offsets", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.longlong, ">i4"])
+@pytest.mark.parametrize("indices", [np.int8, np.uint16, np.int32, np.uint32, np.int64, np.uint64, np.longlong, ">i4"])
+def test_queries_with_indices_of_any_dtype(offsets, indices):
+    """scipy keeps the dtype that is assigned; few of them are those of operators."""
+    given = X[:3].copy()
+    want = MODEL.topk(given, 5)
+    given.indptr, given.indices = given.indptr.astype(offsets), given.indices.astype(indices)
+    assert equal(MODEL.topk(given, 5), want)
+    assert (MODEL.predict(given, 5) != FOUND[:3]).nnz == 0
+
+
 @entrances
 def test_an_unsound_matrix_is_refused_before_its_indices_are_followed(entrance, tmp_path):
     call, matrix = ENTRANCES[entrance]

@@ -4,6 +4,7 @@ One rule shrinks the defaults of their configs.
 """
 
 import dataclasses
+import functools
 
 import torch
 import transformers
@@ -26,16 +27,20 @@ SPECIAL = dict(
     XmodConfig=dict(default_language="en_XX"))
 
 
-def classes():
-    """{name of a class: (task, class)} for the classes of all mappings, each once."""
+@functools.cache
+def tasks():
+    """{name of a class: its task} for all mappings, without an import of the classes."""
     found = {}
     for task, mapping in MAPPINGS.items():
         for names in getattr(modeling_auto, mapping).values():
             for name in names if isinstance(names, (tuple, list)) else (names,):
-                kind = getattr(transformers, name, None)
-                if kind is not None:
-                    found.setdefault(name, (task, kind))
+                found.setdefault(name, task)
     return found
+
+
+def classes():
+    """Returns the names of the classes of all mappings that Transformers has, each once."""
+    return [name for name in tasks() if getattr(transformers, name, None) is not None]
 
 
 def _size(name, value, factor):
@@ -80,7 +85,7 @@ def tiny_config(kind, factor):
 
 
 def tiny_model(name):
-    task, kind = classes()[name]
+    task, kind = tasks()[name], getattr(transformers, name)
     torch.manual_seed(0)
     for factor in (16, 8, 4):
         try:
@@ -98,7 +103,7 @@ def tiny_model(name):
 
 
 def batch_of(name, model):
-    task, kind = classes()[name]
+    task = tasks()[name]
     ids = torch.randint(4, TOKENS - 1, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     batch = dict(input_ids=ids)
     if task == "sequence":  # Bart's family pools at the one end of a text
@@ -113,7 +118,7 @@ def batch_of(name, model):
 
 def head_name(name, model):
     """The last Linear with as many outputs as there are labels; None: the output embeddings."""
-    size = TOKENS if classes()[name][0] in ("causal", "masked", "seq2seq") else LABELS
+    size = TOKENS if tasks()[name] in ("causal", "masked", "seq2seq") else LABELS
     try:
         if size == TOKENS and model.get_output_embeddings() is not None:
             return None

@@ -1,27 +1,40 @@
 """The loss in the place of a model's head, and the model's forward pass with it."""
 
-from typing import Any, Callable, Dict, List, NoReturn, Optional, Set
+import contextlib
+import functools
+import threading
+from typing import Any, Callable, ContextManager, Dict, List, NoReturn, Optional, Set, Tuple, Type
 
+import torch
 from torch import Tensor, nn
 
 from .._table import _settle_linear
 from ..linear_losses import LinearLoss
-from ._logits import Logits, NoLogits, UnsupportedHeadError
+from ._logits import Logits, NoLogits, UnsupportedHeadError, is_vector_parameter
 
 # Options of configs that scale or cap logits. The first call with labels sees what the model does.
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "softcap")
 SCALES = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling",)
 
+_linking = threading.Lock()  # held while a loss takes over a model's bias, scale, cap or device
+_active = threading.local()  # .tap: the Tap of the innermost call with labels on this thread
+
+
+def _changing() -> ContextManager[Any]:
+    """Returns the lock to hold while a loss changes; torch.compile does not trace locks."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else _linking
+
 
 class Head:
     """Ties a loss to a model. It is no module, so the model's parameters and keys stay its own."""
 
     def __init__(self, loss: LinearLoss, linear: nn.Linear, bias: Optional[Tensor], name: str,
-                 shift: Optional[bool], given: Set[str]) -> None:
-        """Takes a loss over ``with_bias(linear, bias)``, and the options that the caller gave."""
+                 shift: Optional[bool], fixed_options: Set[str]) -> None:
+        """Takes a loss over ``with_bias(linear, bias)``, and the options that the caller set."""
         self.loss, self.linear, self.bias, self.name, self.shift = loss, linear, bias, name, shift
-        self.given, self.device = given, linear.weight.device
+        self.fixed_options, self.device = fixed_options, linear.weight.device
+        self.transform = (loss.logit_scale, loss.softcap)  # what the loss was last made to use
         follow_table = any(sampler.follows_table for sampler in loss._samplers())
         # Samplers that follow the table are built for rows with a bias or without.
         self.keeps_bias = follow_table and loss.linear.bias is not None
@@ -30,20 +43,69 @@ class Head:
         self.handles = [linear.register_forward_pre_hook(_settle_linear),
                         linear.register_state_dict_pre_hook(_settle_linear),
                         linear.register_load_state_dict_pre_hook(_settle_linear)]
+        self._make_tapped()
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self.is_linked(self.bias):  # deepcopy copies the loss's view of a buffer by itself
+            self.link_bias(self.bias)
+
+    def _make_tapped(self) -> None:
+        linear: Any = self.linear
+        if not isinstance(linear, _TappedLinear):
+            kind: Any = type(linear)
+            linear.__class__ = _tapped_class(kind)
+
+    def remove(self) -> None:
+        """Makes the Linear and the embeddings what they were."""
+        for handle in self.handles:
+            handle.remove()
+        for embedding in self.made_sparse:
+            embedding.sparse = False
+        linear: Any = self.linear
+        base: Any = getattr(linear, "_base_class", None)  # None: another model's head removed it
+        if base is not None and type(linear) is _tapped_class(base):  # no class derived from it
+            linear.__class__ = base
+
+    def is_linked(self, bias: Optional[Tensor]) -> bool:
+        """Returns whether the loss uses the Linear's weight and `bias`, as they are in memory."""
+        shared = self.loss.linear
+        if bias is not self.bias or shared.weight is not self.linear.weight:
+            return False
+        if shared is self.linear or shared.bias is bias:
+            return True
+        return _are_alike(shared.bias, self.linear.weight if bias is None else bias) and (
+            bias is None or _share_memory(shared.bias, bias))
 
     def link_bias(self, bias: Optional[Tensor]) -> None:
         """Makes the loss use a bias that the model adds after its head; None: the Linear's."""
-        self.bias = bias
-        if bias is None and self.linear.bias is None and self.keeps_bias:
-            bias = self.linear.weight.new_zeros(self.linear.out_features)
-        self.loss.linear = with_bias(self.linear, bias)
+        used, shared = bias, self.loss.linear
+        if used is None and self.linear.bias is None and self.keeps_bias:
+            used = self.linear.weight.new_zeros(self.linear.out_features)
+        if used is None or shared is self.linear:
+            self.loss.linear = with_bias(self.linear, used)
+        else:
+            shared.weight, shared.bias = self.linear.weight, shared_bias(used)
+            shared.out_features = self.linear.out_features
+        self.bias = bias  # last: other threads take it as a sign that the loss is ready
+
+    def follow(self, model: nn.Module) -> None:
+        """Moves the loss to where the model is, after the model's tensors were moved or cast."""
+        with _changing():
+            if self.linear.weight.device != self.device:
+                self.device = self.linear.weight.device
+                self.loss.to(self.device)
+            if self.loss.linear is not self.linear:
+                found = None if self.bias is None else bias_after(model, self.name, self.linear)
+                bias = self.bias if found is None else found
+                if not self.is_linked(bias):
+                    self.link_bias(bias)
 
     def outputs(self, model: Any, forward: Callable[..., Any], labels: Tensor,
                 kwargs: Dict[str, Any]) -> Any:
         """Returns what the model returns with labels, with the loss in place of its own."""
-        if self.linear.weight.device != self.device:  # the model moved, and only the Linear with it
-            self.device = self.linear.weight.device
-            self.loss.to(self.device)
+        if self.linear.weight.device != self.device:  # the Linear was moved by itself
+            self.follow(model)
         if self.shift is not None:
             return self._shifted(model, forward, labels, dict(kwargs))
         tap = Tap(self, type(model).__name__)
@@ -55,7 +117,7 @@ class Head:
 
     def _shifted(self, model: Any, forward: Callable[..., Any], labels: Tensor,
                  kwargs: Dict[str, Any]) -> Any:
-        """The same for a given `shift`: the model is called without labels."""
+        """Calls the model without labels, and adds the loss that `shift` asks for."""
         num_items = kwargs.pop("num_items_in_batch", None)
         shifted, as_dict = kwargs.pop("shift_labels", None), kwargs.pop("return_dict", None)
         inputs = (kwargs.get("decoder_input_ids"), kwargs.get("decoder_inputs_embeds"))
@@ -75,75 +137,124 @@ class Head:
         if num_items is not None and self.loss.reduction == "mean":
             is_tensor = isinstance(num_items, Tensor)
             value = value / (num_items.to(value.device) if is_tensor else num_items)
-        rest = {key: entry for key, entry in outputs.items() if key not in ("loss", "logits")}
-        outputs = type(outputs)(loss=value, logits=NoLogits(), **rest)
+        others = {key: entry for key, entry in outputs.items() if key not in ("loss", "logits")}
+        outputs = type(outputs)(loss=value, logits=NoLogits(), **others)
         as_dict = getattr(model.config, "return_dict", True) if as_dict is None else as_dict
         return outputs if as_dict else outputs.to_tuple()
 
     def _tapped(self, model: nn.Module, tap: "Tap", call: Callable[[], Any]) -> Any:
+        """Calls the model while the Linear gives `Logits` on this thread."""
         parent_name, _, leaf = self.name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        linear = parent._modules.get(leaf)
+        linear = model.get_submodule(parent_name)._modules.get(leaf)
         if linear is not self.linear:
             raise RuntimeError(
                 f"{tap.owner}: expected {self.name} to be the Linear of its {self.loss._name}, got "
                 f"{type(linear).__name__}: what changes a head (PEFT, set_output_embeddings) comes "
                 "before xs.replace_head; xs.restore_head takes the loss out again")
-        parent._modules[leaf] = tap
+        self._make_tapped()  # another model that shared the Linear may have been restored
+        tap.outer = getattr(_active, "tap", None)
+        _active.tap = tap
         try:
             return call()
         finally:
-            parent._modules[leaf] = linear
+            _active.tap = tap.outer
 
     def adopt(self, tap: "Tap", logits: Logits) -> None:
-        """Checks the loss against the bias, the scale and the soft cap that the model applied."""
+        """Makes the loss use the bias, the scale and the soft cap of the model, or refuses them."""
         if logits.bias is not None and self.linear.bias is not None:
             tap.refuse(f"expected one bias, got that of {self.name} and one after it")
         if logits.bias is not None and self.keeps_none:
             tap.refuse("expected no bias after the head, since none was found when the sampler was "
                        "built, got one: give a sampler that does not follow the table")
-        changed = {}
-        for option, seen in zip(("logit_scale", "softcap"), logits.transform()):
-            known = getattr(self.loss, option)
-            if not _are_close(seen, known):
-                if option in self.given:
-                    tap.refuse(f"expected {option} as the model has it, {seen}, got {known}: leave "
-                               "the argument out")
-                changed[option] = seen
-        if logits.bias is not self.bias:
-            self.link_bias(logits.bias)
+        transform = logits.transform()
+        if transform != self.transform or self._differing(transform):
+            with _changing():
+                self._adopt_transform(tap, transform)
+        if not self.is_linked(logits.bias):
+            with _changing():
+                self.link_bias(logits.bias)
+
+    def _differing(self, transform: Tuple[float, Optional[float]]) -> Dict[str, Optional[float]]:
+        """Returns the options of the model that the loss does not have."""
+        return {option: seen for option, seen in zip(("logit_scale", "softcap"), transform)
+                if not _are_close(seen, getattr(self.loss, option))}
+
+    def _adopt_transform(self, tap: "Tap", transform: Tuple[float, Optional[float]]) -> None:
+        changed = self._differing(transform)
+        for option, seen in changed.items():
+            if option in self.fixed_options:
+                tap.refuse(f"expected {option} as the model has it, {seen}, got "
+                           f"{getattr(self.loss, option)}: leave the argument out")
         for option, seen in changed.items():
             setattr(self.loss, option, seen)
+        self.transform = transform
 
 
 def _are_close(one: Optional[float], other: Optional[float]) -> bool:
-    """Within the rounding of a product and a quotient."""
+    """Returns whether two numbers agree within the rounding of a product and a quotient."""
     return one == other or (one is not None and other is not None
                             and abs(one - other) <= 1e-9 * abs(other))
 
 
-class Tap(nn.Module):
-    """Stands in for the Linear during a forward pass with labels."""
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and (
+        one.storage_offset() == other.storage_offset())
+
+
+class _TappedLinear(nn.Linear):
+    """Gives `Logits` in a forward pass with labels, and outputs in any other.
+
+    The tap is looked up by thread, so threads that share a model do not see each other's.
+    """
+
+    _base_class: Type[nn.Linear] = nn.Linear
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tap = getattr(_active, "tap", None)
+        while tap is not None and tap.head.linear is not self:
+            tap = tap.outer
+        if tap is None:
+            return super().__call__(*args, **kwargs)
+        return Logits(tap, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _new_tapped, (self._base_class,), self.__dict__
+
+
+@functools.cache
+def _tapped_class(base: Any) -> Type[nn.Linear]:
+    """Returns a subclass of `base`, a class of Linear layers, that looks up taps."""
+    return type(base.__name__, (_TappedLinear, base),
+                {"_base_class": base, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def _new_tapped(base: Any) -> Any:
+    kind = _tapped_class(base)
+    return kind.__new__(kind)
+
+
+class Tap:
+    """Receives the logits of one call with labels, and computes its loss."""
 
     def __init__(self, head: Head, owner: str) -> None:
-        super().__init__()
-        object.__setattr__(self, "head", head)
-        self.owner, self.losses, self.num_classes = owner, 0, head.loss.num_classes
-
-    def __getattr__(self, name: str) -> Any:  # dtype, device and sizes are the Linear's
-        return getattr(self.head.linear, name)
-
-    def forward(self, input: Tensor) -> Any:
-        return Logits(self, input)
+        self.head, self.owner, self.losses, self.num_classes = head, owner, 0, head.loss.num_classes
+        self.outer: Optional[Tap] = None  # that of the call with labels around this one
 
     def refuse(self, reason: str) -> NoReturn:
+        """Raises the error for a model whose objective the loss cannot keep."""
         raise UnsupportedHeadError(f"replace_head of {self.owner}: {reason}")
 
     def cross_entropy(self, input: Logits, target: Tensor, weight: Optional[Tensor] = None,
                       size_average: Optional[bool] = None, ignore_index: int = -100,
                       reduce: Optional[bool] = None, reduction: str = "mean",
                       label_smoothing: float = 0.0) -> Tensor:
-        """The loss for ``F.cross_entropy`` of the logits: its arguments, and its result's shape."""
+        """Returns the head's loss for the arguments of ``F.cross_entropy``."""
         loss = self.head.loss
         if weight is not None or label_smoothing or size_average is not None or reduce is not None:
             self.refuse("expected a cross entropy without class weights and label smoothing, which "
@@ -156,32 +267,29 @@ class Tap(nn.Module):
         target = target.to(input.device)
         if ignore_index != loss.ignore_index:  # both are ignored
             target = target.masked_fill(target == ignore_index, loss.ignore_index)
-        if loss.reduction != "mean" or reduction == "mean":
-            return loss(input.hidden, target)
-        loss.reduction = reduction
-        try:
-            return loss(input.hidden, target)
-        finally:
-            loss.reduction = "mean"
+        if loss.reduction == "mean" and reduction != "mean":
+            loss = loss._with_reduction(reduction)
+        value: Tensor = loss(input.hidden, target)
+        return value
 
 
 def transform_in(config: Any) -> Dict[str, float]:
-    """The arguments `logit_scale` and `softcap` that a config's options suggest."""
+    """Returns the arguments `logit_scale` and `softcap` that a config's options suggest."""
     configs = [config, config.get_text_config(decoder=True)]
     found = {name: value for each in configs for name in (*SOFT_CAPS, *SCALES, *DIVISORS)
              if isinstance(value := getattr(each, name, None), (int, float)) and value}
-    given: Dict[str, float] = {}
+    arguments: Dict[str, float] = {}
     for name, value in found.items():
         if name in SOFT_CAPS:
-            given["softcap"] = float(value)
+            arguments["softcap"] = float(value)
         elif value != 1.0:
             scale = 1.0 / value if name in DIVISORS else float(value)
-            given["logit_scale"] = given.get("logit_scale", 1.0) * scale
-    return given
+            arguments["logit_scale"] = arguments.get("logit_scale", 1.0) * scale
+    return arguments
 
 
 def bias_after(model: nn.Module, name: str, linear: nn.Linear) -> Optional[Tensor]:
-    """The bias that a model adds to the outputs of its head.
+    """Returns the bias that a model may add to the outputs of its head, or None.
 
     It is a parameter or buffer of shape [N] or [1, N] of the modules that the head is in, such as
     `final_logits_bias`. The forward pass with labels shows whether it is used.
@@ -198,19 +306,19 @@ def bias_after(model: nn.Module, name: str, linear: nn.Linear) -> Optional[Tenso
 
 
 def with_bias(linear: nn.Linear, bias: Optional[Tensor]) -> nn.Linear:
-    """Returns a Linear of the same weight with a bias [N] or [1, N]; None: `linear` itself.
-
-    A bias that is no parameter [N] is shared as one that does not train.
-    """
+    """Returns a Linear of the same weight with a bias of N elements; None: `linear` itself."""
     if bias is None:
         return linear
     shared = nn.Linear(linear.in_features, linear.out_features, device="meta")
-    shared.weight = linear.weight
-    if isinstance(bias, nn.Parameter) and bias.dim() == 1:
-        shared.bias = bias
-    else:
-        shared.bias = nn.Parameter(bias.detach().reshape(-1), False)
+    shared.weight, shared.bias = linear.weight, shared_bias(bias)
     return shared
+
+
+def shared_bias(bias: Tensor) -> nn.Parameter:
+    """Returns a parameter [N] itself, or a parameter that views another bias and is frozen."""
+    if is_vector_parameter(bias):
+        return bias  # type: ignore[return-value]
+    return nn.Parameter(bias.detach().reshape(-1), False)
 
 
 def _decoder_inputs(model: Any, labels: Tensor) -> Tensor:

@@ -40,6 +40,27 @@ class NoLogits:
         return "NoLogits()"
 
 
+def is_vector_parameter(bias: Tensor) -> bool:
+    """Returns whether a loss can train a bias as it is: a parameter of shape [N]."""
+    return isinstance(bias, torch.nn.Parameter) and bias.dim() == 1
+
+
+def unshared_training(bias: Tensor) -> str:
+    """Returns why a loss cannot train a bias that trains; "" where it can, or nothing trains."""
+    if not bias.requires_grad or is_vector_parameter(bias):
+        return ""
+    kind = "a parameter" if isinstance(bias, torch.nn.Parameter) else "a computed tensor"
+    return (f"expected a bias after the head that is a parameter of shape [{bias.shape[-1]}] or "
+            f"does not train, got {kind} of shape {list(bias.shape)} that requires a gradient")
+
+
+def _indexed_dimensions(place: Any) -> int:
+    """Returns how many dimensions one entry of an index takes; 0 for None, bools and `...`."""
+    if place is None or place is Ellipsis or isinstance(place, bool):
+        return 0
+    return place.dim() if isinstance(place, Tensor) and place.dtype == torch.bool else 1
+
+
 def _refused(operation: str) -> Callable[..., Any]:
     return lambda self, *_, **__: self._refuse(operation)
 
@@ -71,7 +92,7 @@ class Logits:
             f"{operation} of them")
 
     def transform(self) -> Tuple[float, Optional[float]]:
-        """(logit_scale, softcap) of ``softcap * tanh(logit_scale * (Wx + b) / softcap)``."""
+        """Returns (logit_scale, softcap) of ``softcap * tanh(logit_scale * (Wx + b) / softcap)``."""
         if self._is_capped:
             return self._inner * self._outer, self._outer
         return self._inner, None
@@ -123,16 +144,18 @@ class Logits:
         return self._with(hidden=self.hidden[index[:, 0]])
 
     def __getitem__(self, index: Any) -> "Logits":
+        """Returns the logits of the rows that `index` picks; all of their classes must be kept."""
         places = list(index) if isinstance(index, tuple) else [index]
-        taken = [0 if place is None or place is Ellipsis else
-                 place.dim() if isinstance(place, Tensor) and place.dtype == torch.bool else 1
-                 for place in places]
-        has_ellipsis = any(place is Ellipsis for place in places)
-        if taken and taken[-1] and (has_ellipsis or sum(taken) == self.ndim):  # of the classes
-            last, width = places[-1], self._tap.num_classes
-            if not isinstance(last, slice) or last.indices(width) != (0, width, 1):
-                self._refuse("a choice of classes")
-            places[-1] = slice(None)
+        missing = self.ndim - sum(_indexed_dimensions(place) for place in places)
+        ellipsis = next((k for k, place in enumerate(places) if place is Ellipsis), len(places))
+        places[ellipsis:ellipsis + 1] = [slice(None)] * missing
+        if not places or places[-1] is None:
+            self._refuse("a dimension behind the classes")
+        # Now each dimension is indexed, so the last place is that of the classes.
+        last, width = places[-1], self._tap.num_classes
+        if not isinstance(last, slice) or last.indices(width) != (0, width, 1):
+            self._refuse("a choice of classes")
+        places[-1] = slice(None)
         return self._with(hidden=self.hidden[tuple(places)])
 
     # --------------------------------------------------------------------- bias, scale, soft cap
@@ -142,12 +165,15 @@ class Logits:
             other.numel() == other.shape[-1] == width)
         if not is_bias or self.bias is not None or self._is_capped or self._inner != 1.0:
             self._refuse("a sum with more than one bias, before any scale,")
+        if reason := unshared_training(other):
+            self._tap.refuse(reason)
         return self._with(bias=other)
 
     def _scaled(self, factor: Any, operation: str) -> "Logits":
         is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-        if not is_number or factor == 0 or not math.isfinite(factor):
-            self._refuse(f"a {operation} with a {type(factor).__name__} in place of a number")
+        if not is_number or not 0 < factor < math.inf:
+            got = factor if is_number else f"a {type(factor).__name__}"
+            self._refuse(f"a {operation} with {got} in place of a positive number")
         if self._is_capped:
             return self._with(outer=self._outer * factor)
         return self._with(inner=self._inner * factor)
@@ -165,12 +191,18 @@ class Logits:
         return self._with(is_capped=True)
 
     def _same(self, *_: Any, **__: Any) -> "Logits":
-        """Ignores casts and moves: the loss sums in float32, where the hidden states are."""
+        """Returns itself for casts and moves: the loss sums in float32, where its input is."""
         return self
 
-    __radd__ = add = __add__
+    def add(self, other: Any, **options: Any) -> "Logits":
+        return self._refuse(f"add with {', '.join(options)}") if options else self + other
+
+    def div(self, other: Any, **options: Any) -> "Logits":
+        return self._refuse(f"div with {', '.join(options)}") if options else self / other
+
+    __radd__ = __add__
     __rmul__ = mul = multiply = __mul__
-    div = true_divide = __truediv__
+    true_divide = div
     contiguous = clone = to = cpu = cuda = float = half = bfloat16 = double = type = type_as = _same
 
     # ---------------------------------------------------------------------------- everything else
@@ -191,9 +223,10 @@ class Logits:
         name, kwargs = function.__name__, kwargs or {}
         logits = next(each for each in (*args, *kwargs.values()) if isinstance(each, Logits))
         is_first = len(args) > 0 and args[0] is logits
-        if function is torch.nn.functional.cross_entropy and is_first:
+        if function is torch.nn.functional.cross_entropy and (
+                is_first or kwargs.get("input") is logits):
             return logits._tap.cross_entropy(*args, **kwargs)
-        if name in _COMMUTATIVE and len(args) == 2:
+        if name in _COMMUTATIVE and len(args) == 2 and not kwargs:
             return getattr(logits, _COMMUTATIVE[name])(args[1] if is_first else args[0])
         if name in _FUNCTIONS and is_first:
             return getattr(logits, name)(*args[1:], **kwargs)

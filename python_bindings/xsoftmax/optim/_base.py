@@ -95,7 +95,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, options: Dict[str, Any], torch_options: Dict[str, Any]) -> None:
         _torch_options.check_keywords(self._name, torch_options, options, self._option_names)
         super().__init__(_torch_options.check_parameters(self._name, params), options)
-        _first_step.made(self)
+        _first_step.register_row_optimizer(self)
 
     def _call(self, suffix: str, *args: Any) -> Any:
         return getattr(torch.ops.xsoftmax, self._op + suffix)(*args)
