@@ -84,5 +84,5 @@ BENCHES = {"calls": bench_calls, "time": bench_time}
 
 
 if __name__ == "__main__":
-    run_benches(__doc__, BENCHES, question="What does a training step cost the host?", against=f"nn.Linear + nn.CrossEntropyLoss + SGD, torch {torch.__version__}",
-                defaults={"threads": 1, "repeats": 201})
+    run_benches(__doc__, BENCHES, question="What does a training step cost the host?",
+                against=f"nn.Linear + nn.CrossEntropyLoss + SGD, torch {torch.__version__}", defaults={"threads": 1, "repeats": 201})
