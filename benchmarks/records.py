@@ -113,7 +113,7 @@ def command() -> str:
 
 
 def run_benches(doc: str, benches: dict[str, Callable[[argparse.Namespace], list[dict]]], *, question: str, against: str,
-                extra: Callable[[argparse.ArgumentParser], None] = lambda parser: None) -> None:
+                extra: Callable[[argparse.ArgumentParser], None] = lambda parser: None, defaults: dict | None = None) -> None:
     """
     The program of a file of benchmarks: those that --only names, one after another, then all figures, a table for each.
 
@@ -125,6 +125,7 @@ def run_benches(doc: str, benches: dict[str, Callable[[argparse.Namespace], list
     parser.add_argument("--only", default=",".join(benches), help="comma-separated: %(default)s")
     extra(parser)
     add_json(parser)
+    parser.set_defaults(**(defaults or {}))
     args = parser.parse_args()
     names = args.only.split(",")
     for name in names:

@@ -26,7 +26,6 @@ set(XSOFTMAX_SOURCES
   csrc/losses/block_gradients.cpp
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
-  csrc/losses/candidate_set.cpp
   csrc/losses/candidate_shares.cpp
   csrc/losses/candidates.cpp
   csrc/losses/cane_module.cpp
@@ -94,6 +93,7 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/adaptive_modules.cpp
   csrc/samplers/alias_sample.cpp
   csrc/samplers/alias_sample_cpu.cpp
+  csrc/samplers/candidate_set.cpp
   csrc/samplers/complement_kind.cpp
   csrc/samplers/complement_module.cpp
   csrc/samplers/complement_sample.cpp

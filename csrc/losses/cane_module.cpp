@@ -1,6 +1,6 @@
 #include "core/checks.h"
 #include "core/optional.h"
-#include "losses/candidate_set.h"
+#include "samplers/candidate_set.h"
 #include "losses/modules.h"
 #include "losses/reduction.h"
 

@@ -2,7 +2,7 @@
 
 #include "core/checks.h"
 #include "core/optional.h"
-#include "losses/candidate_set.h"
+#include "samplers/candidate_set.h"
 #include "losses/estimators.h"
 #include "losses/exclude_topk.h"
 #include "losses/linear_positives_loss.h"
@@ -332,10 +332,9 @@ Tensor SampledSoftmaxLossImpl::sampled(const Tensor& input, const Tensor& target
   check_table(input, target);
   TORCH_CHECK_VALUE(given(negatives) || sampler->num_samples() != 0 || head.numel() > 0, kName,
                     ": expected negatives in each call of a loss without a sampler, got none");
-  const StepSampler drawing{samplers::part_of(sampler), head, /*reads_queries=*/true,
-                            [this](const Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) {
-                              sampler->prepare(weight, bias, generator);
-                            }};
+  const StepSampler drawing{
+      samplers::part_of(sampler), head, /*reads_queries=*/true,
+      [this](const Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) { sampler->prepare(weight, bias, generator); }};
   const OptionalTensor normalizer = log_z.defined() ? OptionalTensor(log_z.to(input.device())) : std::nullopt;
   return sampled_step({input, linear->weight, optional(linear->bias), target, optional(weight), normalizer, target_prob, negatives, negative_log_count,
                        std::move(generator), is_training(), prepares},

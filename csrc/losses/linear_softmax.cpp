@@ -1,5 +1,6 @@
 #include "losses/linear_softmax.h"
 
+#include "core/anomalies.h"
 #include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
@@ -326,6 +327,7 @@ Tensor linear_log_prob(const Tensor& input, const Tensor& weight, const Optional
   constexpr const char* op = "linear_log_prob";
   const Tensor queries = as_queries(op, input, weight);
   check_logits(op, options);
+  check::finite_queries(op, "input", input);
   if (!given(ids)) {
     return at::log_softmax(transform_logits(linear_scores(input, weight, bias), options), -1);
   }
@@ -336,12 +338,15 @@ Tensor linear_log_prob(const Tensor& input, const Tensor& weight, const Optional
 }
 
 Tensor linear_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const LogitOptions& options) {
-  const Tensor queries = as_queries("linear_entropy", input, weight);
+  constexpr const char* op = "linear_entropy";
+  const Tensor queries = as_queries(op, input, weight);
+  check::finite_queries(op, "input", input);
   const Tensor none = at::empty_symint({queries.sym_size(0), c10::SymInt(0)}, input.options().dtype(at::kLong));
   return std::get<2>(linear_softmax(queries, weight, bias, none, true, options)).reshape_symint(input.sym_sizes().slice(0, input.dim() - 1));
 }
 
 Tensor linear_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  check::finite_queries("linear_scores", "input", input);
   const auto device = input.device().type();
   if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) {
     return scores_of_all(input, weight, bias);

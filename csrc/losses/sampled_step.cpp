@@ -2,7 +2,7 @@
 
 #include "core/checks.h"
 #include "core/options.h"
-#include "losses/candidate_set.h"
+#include "samplers/candidate_set.h"
 #include "losses/estimators.h"
 #include "losses/reduction.h"
 #include "losses/soft_targets.h"
@@ -98,10 +98,9 @@ Tensor sampled_step_op(const Tensor& input, const Tensor& weight, const Optional
     head = parts[0].tensors()[0];
     drawing = parts[1];
   }
-  const StepSampler described{part_of(drawing), head, drawing.reads_queries(),
-                              [&](const Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) {
-                                drawing.step(weight, bias, generator);
-                              }};
+  const StepSampler described{
+      part_of(drawing), head, drawing.reads_queries(),
+      [&](const Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) { drawing.step(weight, bias, generator); }};
   return sampled_step(step, described, parse_options<SampledSoftmaxOptions>(kOp, options));
 }
 

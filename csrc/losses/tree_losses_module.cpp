@@ -1,5 +1,5 @@
 #include "core/checks.h"
-#include "losses/candidate_set.h"
+#include "samplers/candidate_set.h"
 #include "losses/exclude_topk.h"
 #include "losses/modules.h"
 #include "losses/tree_losses.h"

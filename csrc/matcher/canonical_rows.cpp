@@ -32,14 +32,7 @@ class Rows {
         value_(values.const_data_ptr<Value>()) {
     constexpr auto kLastColumn = int64_t(std::numeric_limits<Column>::max());
     last_column_ = Column(std::min(width - 1, kLastColumn));
-    if (kind == RowKind::Scores) {
-      largest_ = largest_value_ = std::numeric_limits<double>::infinity();
-    } else if (kind == RowKind::Labels) {
-      largest_ = std::numeric_limits<double>::max();
-      largest_value_ = double(std::numeric_limits<Value>::max());
-    } else {
-      largest_ = largest_value_ = kLargestFloat;
-    }
+    largest_ = kind == RowKind::Scores ? std::numeric_limits<double>::infinity() : kLargestFloat;
     tiny_ = kind == RowKind::Features ? kTinyFloat : 0.0;
   }
 
@@ -107,7 +100,7 @@ class Rows {
   // Comparisons alone, so that a row is checked without branches. A NaN is not at most anything.
   template <typename Number>
   bool allowed(Number value) const {
-    return std::abs(value) <= (std::is_same_v<Number, double> ? Number(largest_) : Number(largest_value_));
+    return std::abs(value) <= Number(largest_);
   }
 
   template <typename Number>
@@ -122,7 +115,7 @@ class Rows {
     constexpr int64_t kChunk = 4096; // entries, which stay in the cache
     const int64_t first = offset_[begin], last = offset_[end];
     const Column last_column = last_column_;
-    const auto largest = Value(largest_value_);
+    const auto largest = Value(largest_);
     const auto tiny = drops_zeros() ? Value(tiny_) : Value(-1);
     int64_t falls = 0;
     for (int64_t chunk = first; chunk < last; chunk += kChunk) {
@@ -219,7 +212,7 @@ class Rows {
   const int64_t count_, width_;
   Column last_column_;
   const RowKind kind_;
-  double largest_, largest_value_, tiny_;
+  double largest_, tiny_;
   const int64_t* offset_;
   const Column* column_;
   const Value* value_;

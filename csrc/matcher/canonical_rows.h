@@ -23,7 +23,7 @@ struct SparseRowTensors { at::Tensor offsets, columns, values; };
 // they are stored, and zeros are dropped. kind: "features", "labels", "weights" or "scores" (RowKind). Values of the result are float32, those of scores keep
 // their dtype. Scores are canonical in any order of columns: only those stored twice are summed, and only their row is sorted.
 //
-// ValueError: offsets that fall or do not end at the number of columns; values that are not finite as float32 (labels: as they are; scores: NaN).
+// ValueError: offsets that fall or do not end at the number of columns; values that are not finite as float32 (scores: NaN).
 // IndexError: a column is not in [0, width). One pass over rows that are canonical, which allocates nothing.
 std::optional<SparseRowTensors> canonical_rows(const char* op, const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values, int64_t width,
                                                RowKind kind);

@@ -14,11 +14,7 @@ namespace xsoftmax {
 
 using at::Tensor;
 
-namespace {
-
-constexpr const char* kName = "ComplementSampler";
-
-} // namespace
+namespace { constexpr const char* kName = "ComplementSampler"; } // namespace
 
 CandidateSet sample_outside(const DrawRequest& request, const Tensor& candidates, const UnionPart* part, std::string_view text) {
   static const auto sort = samplers::find_op<decltype(sort_sets)>("xsoftmax::sort_sets");

@@ -135,10 +135,10 @@ CandidateSet set_of(const std::tuple<Tensor, Tensor, Tensor>& drawn, const Optio
 
 namespace {
 
-
-std::tuple<std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>, c10::List<bool>> sampler_sample(
-    const Tensor& queries, const OptionalTensor& target, at::TensorList state, std::string_view description, std::optional<at::Generator> generator,
-    bool training, int64_t first_query) {
+std::tuple<std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>, c10::List<bool>> sampler_sample(const Tensor& queries, const OptionalTensor& target,
+                                                                                                          at::TensorList state, std::string_view description,
+                                                                                                          std::optional<at::Generator> generator, bool training,
+                                                                                                          int64_t first_query) {
   check::dim("sampler_sample", "queries", queries, 2);
   const SamplerView sampler("sampler_sample", description, state);
   std::vector<Tensor> ids, log_count, target_log_count;

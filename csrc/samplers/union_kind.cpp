@@ -1,6 +1,6 @@
 #include "samplers/union_kind.h"
 
-#include "losses/candidate_set.h"
+#include "samplers/candidate_set.h"
 #include "samplers/union_merge.h"
 
 #include <ATen/ops/zeros.h>
@@ -36,9 +36,7 @@ UnionPart part_of(const SamplerView& sampler) {
           [sampler](const Tensor& queries, const Tensor& ids) { return sampler.log_count(queries, ids); }};
 }
 
-CandidateSet head_set(const Tensor& ids) {
-  return {ids, at::zeros_symint(ids.sym_sizes(), ids.options().dtype(at::kFloat)), Tensor(), /*distinct=*/true};
-}
+CandidateSet head_set(const Tensor& ids) { return {ids, at::zeros_symint(ids.sym_sizes(), ids.options().dtype(at::kFloat)), Tensor(), /*distinct=*/true}; }
 
 Proposal sample_union(const DrawRequest& request, std::vector<UnionPart> parts) {
   std::stable_sort(parts.begin(), parts.end(), [](const UnionPart& one, const UnionPart& other) { return turn_of(one) < turn_of(other); });
@@ -143,9 +141,7 @@ class HeadKind : public SamplerKind {
  public:
   bool shared(const SamplerView&) const override { return true; }
   bool distinct(const SamplerView&) const override { return true; }
-  Proposal sample(const SamplerView& sampler, const DrawRequest&) const override {
-    return {head_set(sampler.tensors()[0])};
-  }
+  Proposal sample(const SamplerView& sampler, const DrawRequest&) const override { return {head_set(sampler.tensors()[0])}; }
   Tensor log_count(const SamplerView& sampler, const Tensor&, const Tensor& ids) const override {
     const CandidateSet head = head_set(sampler.tensors()[0]);
     return present_log_count(head.ids, head.log_count, ids);

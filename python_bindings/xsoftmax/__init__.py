@@ -34,6 +34,7 @@ from .tree_losses import BeamTreeLoss, HierarchicalSoftmaxLoss
 from .two_tower import TwoTowerLoss
 from .xr_linear import XRLinear
 from ._arguments import explain_constructors as _explain_constructors
+from ._arguments import explain_functions as _explain_functions
 from ._public import public_names as _public_names
 
 
@@ -97,3 +98,6 @@ __dir__ = _public_names([*__all__, "__version__", "distributed", "integrations"]
 
 _explain_constructors(found for module in (_sys.modules[__name__], optim, samplers)
                       for name in module.__all__ if isinstance(found := getattr(module, name), type))
+_explain_functions(functional, functional.__all__)
+_explain_functions(XRLinear, ("train", "predict", "topk"))
+_explain_functions(LabelTree, ("balanced", "from_frequencies", "from_vectors", "huffman", "random"))

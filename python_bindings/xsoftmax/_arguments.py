@@ -1,9 +1,9 @@
-"""Errors of constructors that are called with other arguments than they have."""
+"""Errors of constructors and functions that are called with other arguments than they have."""
 
 import difflib
 import functools
 import inspect
-from typing import Any, Callable, Dict, Iterable
+from typing import Any, Callable, Dict, Iterable, Sequence
 
 # Names that other libraries, or other modules of this one, give to the same thing.
 _SYNONYMS = {
@@ -18,6 +18,8 @@ _SYNONYMS = {
     "sampler": ("negative_sampler", "candidate_sampler", "sampling", "noise_sampler"),
     "noise_sampler": ("sampler", "noise"),
     "weight": ("weights", "class_weight", "class_weights"),
+    "class_weight": ("weights", "class_weights"),
+    "topk": ("k", "top_k", "num_labels"),
     "counts": ("weights", "frequencies", "frequency", "freqs"),
     "weights": ("counts", "frequencies", "probabilities"),
     "ignore_index": ("padding_idx", "pad_token_id", "ignore_id"),
@@ -48,12 +50,18 @@ _REQUIRED: Dict[str, Callable[[], str]] = {
 
 def meant_argument(name: str, known: Iterable[str]) -> str:
     """Returns the argument that a misspelt name stands for, or ""."""
-    names = list(known)
+    names = sorted(known, key=lambda argument: argument != "class_weight")  # beside a table `weight`, these are weights of classes
     for argument in names:
         if name in _SYNONYMS.get(argument, ()):
             return argument
     close = difflib.get_close_matches(name, names, 1)
     return close[0] if close else ""
+
+
+def _unknown(owner: str, what: str, name: str, known: Iterable[str]) -> TypeError:
+    meant = meant_argument(name, known)
+    hint = f"did you mean {meant}?" if meant else f"it has {', '.join(known)}"
+    return TypeError(f"{owner}: expected arguments of the {what}, got {name}: {hint}")
 
 
 def _check(owner: str, parameters: Dict[str, inspect.Parameter], args: Any, kwargs: Any) -> None:
@@ -64,10 +72,7 @@ def _check(owner: str, parameters: Dict[str, inspect.Parameter], args: Any, kwar
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         for name in kwargs:
             if name not in parameters:
-                meant = meant_argument(name, parameters)
-                hint = f"did you mean {meant}?" if meant else f"it has {', '.join(parameters)}"
-                raise TypeError(f"{owner}: expected arguments of the constructor, got {name}: "
-                                f"{hint}")
+                raise _unknown(owner, "constructor", name, parameters)
     if len(args) > len(by_place) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         names = ", ".join(by_place) or "none"
         raise TypeError(f"{owner}: expected at most {len(by_place)} arguments without a name "
@@ -99,3 +104,33 @@ def explain_constructors(classes: Iterable[Any]) -> None:
             _original(self, *args, **kwargs)
 
         cls.__init__ = functools.wraps(original)(__init__)
+
+
+def explain_functions(owner: Any, names: Iterable[str]) -> None:
+    """Makes functions of a module, or methods of a class, name the argument that a misspelt keyword stands for.
+
+    Args:
+        owner: the module or class, whose functions are replaced.
+        names: of functions, methods and static methods. Those with ``**options`` stay as they are.
+    """
+    for name in names:
+        found = vars(owner)[name]
+        is_static = isinstance(found, staticmethod)
+        function = found.__func__ if is_static else found
+        parameters = inspect.signature(function).parameters
+        if inspect.Parameter.VAR_KEYWORD in [parameter.kind for parameter in parameters.values()] or hasattr(function, "__wrapped__"):
+            continue
+        called = f"{owner.__name__}.{name}" if isinstance(owner, type) else name
+        explained = _explained(called, function, [known for known in parameters if known != "self"])
+        setattr(owner, name, staticmethod(explained) if is_static else explained)
+
+
+def _explained(called: str, function: Callable[..., Any], known: Sequence[str]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in known:
+                raise _unknown(called, "function", name, known)
+        return function(*args, **kwargs)
+
+    return call

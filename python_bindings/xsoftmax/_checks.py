@@ -44,9 +44,19 @@ def check_tensor(owner: str, argument: str, value: Any) -> None:
         if isinstance(value, (np.ndarray, np.generic, list, tuple)):
             hint = f": use torch.as_tensor({argument})"
         elif isinstance(value, torch.Generator):
-            hint = ": pass it by name, generator=..."
+            hint = ": pass it by name, generator=..., to a call that draws"
         raise TypeError(f"{owner}: expected {argument} as a tensor, got "
                         f"{type(value).__name__}{hint}")
+
+
+def check_target_prob(owner: str, target_prob: Any, target: Tensor, num_classes: int) -> None:
+    """Checks the probabilities of targets, the third argument of exact losses: a tensor, and none that is meant as class weights."""
+    if isinstance(target_prob, torch.Generator):
+        raise TypeError(f"{owner}: expected target_prob as a tensor or None, got Generator: the exact loss draws nothing")
+    check_tensor(owner, "target_prob", target_prob)
+    if target_prob.shape == (num_classes,) and target_prob.shape != target.shape:
+        raise ValueError(f"{owner}: expected target_prob of target's shape {list(target.shape)}, got {list(target_prob.shape)}: class weights are an argument "
+                         "of the constructor, weight=...")
 
 
 def check_generator(owner: str, generator: Any) -> None:

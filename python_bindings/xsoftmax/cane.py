@@ -137,7 +137,7 @@ class CaneLoss(CandidateLoss):
         return {} if self.candidates is None else {"candidates": self.candidates}
 
     def forward(self, input: Tensor, target: Tensor, candidates: Optional[Tensor] = None,
-                generator: Optional[torch.Generator] = None) -> Tensor:
+                generator: Optional[torch.Generator] = None, target_prob: Optional[Tensor] = None) -> Tensor:
         """The CANE loss in train(); the exact loss in eval().
 
         Args:
@@ -145,6 +145,7 @@ class CaneLoss(CandidateLoss):
             target: int64, [*] or [*, T], in [0, N) or ignore_index.
             candidates: int64 [C] or [*, C], in [0, N), -1 where there is none; for a loss that was made with candidates=None alone. Not used in eval().
             generator: on the device of `input`. None: torch's default generator.
+            target_prob: None: this loss takes hard targets alone. Any other is a ValueError.
 
         Returns:
             A scalar, or [*] with reduction="none"; float64 for a float64 table, else float32.
@@ -152,6 +153,9 @@ class CaneLoss(CandidateLoss):
         Raises:
             ValueError, TypeError, IndexError, RuntimeError: as :class:`CaneLoss`
         """
+        if target_prob is not None:
+            raise ValueError(f"{self._name}: expected hard targets, without target_prob, got some: LinearCrossEntropyLoss, SampledSoftmaxLoss and "
+                             "exact(input, target, target_prob) take it")
         if not torch.jit.is_scripting():
             check_generator(self._name, generator)
             if candidates is not None:

@@ -72,6 +72,7 @@ def clip_grad_norm_(parameters: Union[Tensor, Iterable[Tensor]], max_norm: float
         The norm before clipping, a tensor of one element: float32 where 16-bit sparse gradients take part.
 
     Raises:
+        TypeError: a module in the place of its parameters
         ValueError: norm_type of 0 or less
         RuntimeError: a norm that is not finite, with error_if_nonfinite; a gradient that is sparse in another way than in its rows
     """
@@ -79,8 +80,14 @@ def clip_grad_norm_(parameters: Union[Tensor, Iterable[Tensor]], max_norm: float
     norm_type, max_norm = float(norm_type), float(max_norm)
     if not norm_type > 0:
         raise ValueError(f"{who}: expected norm_type above 0, got {norm_type}")
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    params: List[Any] = [param for param in parameters if param.grad is not None]
+    given: List[Any] = [parameters]
+    try:
+        given = given if isinstance(parameters, (torch.Tensor, torch.nn.Module)) else list(parameters)
+        params = [param for param in given if param.grad is not None]
+    except (AttributeError, TypeError) as error:
+        wrong = next((each for each in given if not isinstance(each, torch.Tensor)), parameters)
+        hint = ": pass loss.parameters(), or those of your model" if isinstance(wrong, torch.nn.Module) else ""
+        raise TypeError(f"{who}: expected parameters as a tensor or an iterable of tensors, got {type(wrong).__name__}{hint}") from error
     norms = _norms(params, norm_type, who)
     if not norms:
         return torch.tensor(0.0)

@@ -3,6 +3,7 @@
 from typing import Any, List, Optional, Sequence, Tuple, TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 
 from ._checks import check_count
 from ._sparse import canonical
@@ -29,9 +30,12 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
         weights: of the models in a mean. None: equal.
 
     Raises:
-        TypeError: a prediction is not a scipy sparse matrix.
+        TypeError: predictions are one matrix in the place of a list; a prediction is not a scipy sparse matrix.
         ValueError: predictions of other shapes, of parts that contradict each other, or not finite; an option out of range.
     """
+    if getattr(predictions, "format", None) is not None or isinstance(predictions, (np.ndarray, Tensor)):  # its rows would count as models
+        hint = "[P]" if getattr(predictions, "format", None) is not None else "[scipy.sparse.csr_matrix(P)]"
+        raise TypeError(f"combine_predictions: expected predictions as a list of matrices, got {type(predictions).__name__}: use {hint}")
     predictions = [_checked(i, part) for i, part in enumerate(predictions)]
     if not predictions:
         raise ValueError("combine_predictions: expected at least one prediction, got none")

@@ -268,6 +268,8 @@ class IdTable(Module):
         given = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
         if given:
             try:
+                if wrong := next((name for name, tensor in given.items() if not isinstance(tensor, Tensor)), None):
+                    raise TypeError(f"expected {prefix}{wrong} as a tensor, got {type(given[wrong]).__name__}")
                 if len(given) < len(STATE):
                     raise ValueError(f"expected all of {', '.join(STATE)}, got {', '.join(given)} alone")
                 state = [tensor.detach().cpu().contiguous() if tensor.layout == torch.strided else tensor for tensor in given.values()]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from . import retrieval
-from ._checks import as_ids, check_count, check_number, check_tensor
+from ._checks import as_ids, check_count, check_number, check_target_prob
 from ._options import logit_options, option_text
 from ._resize import resize_classes
 from ._table import TableModule, check_linear, check_queries, flattened, make_linear, refuse_parametrized
@@ -231,7 +231,7 @@ class LinearLoss(TableModule):
         """Checks of a soft target that come before those of the operator."""
         self._given(input, target)
         if not torch.jit.is_scripting():
-            check_tensor(self._name, "target_prob", target_prob)
+            check_target_prob(self._name, target_prob, target, self.num_classes)
         if self.label_smoothing != 0.0:
             raise ValueError(f"{self._name}: expected label_smoothing=0 with target_prob, got {self.label_smoothing}")
 
@@ -446,7 +446,8 @@ class LinearCrossEntropyLoss(LinearLoss):
         With `target_prob` the target is soft: each query's loss is
         ``-(target_prob * log_prob.gather(-1, target)).sum(-1)``, what ``F.cross_entropy`` gives with probabilities
         [*, N] that are 0 outside the classes listed. The probabilities need not sum to 1, and take no gradient. Entries
-        of ignore_index or -1 are padding; those and entries of probability 0 add nothing; repeats add up. "mean" is
+        of ignore_index or -1 are padding; those and entries of probability 0 add nothing; repeats add up. `z_loss` adds
+        ``z_loss * log_normaliser ** 2``, multiplied by the sum of the query's probabilities. "mean" is
         over the queries with an entry that is no padding, also beside class weights, as in torch.
 
         Args:

@@ -178,8 +178,7 @@ def coverage(candidates: Tensor, target: Tensor, ignore_index: int = -100) -> fl
     """
     for argument, tensor in (("candidates", candidates), ("target", target)):
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"coverage: expected {argument} as an int64 tensor, got {got}")
+            raise TypeError(f"coverage: expected {argument} as an int64 tensor, got {_given(tensor)}")
     if target.dim() < 1 or candidates.dim() != 1 and candidates.shape[:-1] != target.shape:
         raise ValueError("coverage: expected candidates of shape [C] or [*, C] and target of shape [*], "
                          f"got {list(candidates.shape)} and {list(target.shape)}")
@@ -206,7 +205,7 @@ def _hits(name: str, predictions: Predictions, truth: Any, k: int, needs_any: bo
         _check_scores(name, scores, truth, k if needs_any else 0)
         predictions = _best(scores, k)
     if not isinstance(predictions, Tensor):
-        raise TypeError(f"{name}: expected predictions as a tensor or a scipy sparse matrix, got {type(predictions).__name__}")
+        raise TypeError(f"{name}: expected predictions as a tensor or a scipy sparse matrix, got {_given(predictions)}")
     if predictions.dtype != torch.int64:
         raise TypeError(f"{name}: expected predictions of dtype int64, got {predictions.dtype}")
     if predictions.dim() != 2 or predictions.shape[1] < k:
@@ -236,6 +235,15 @@ def _hits(name: str, predictions: Predictions, truth: Any, k: int, needs_any: bo
     if needs_any and not found.any():
         raise ValueError(f"{name}: expected a query for which a class is right, got none of {len(predictions)}")
     return torch.isin(keys[found], right).double(), sizes[found], _Right(right // span, right % span, predictions[found])
+
+
+def _given(value: Any) -> str:
+    """The type of an argument that is no tensor, and what to call."""
+    if isinstance(value, Tensor):
+        return str(value.dtype)
+    if isinstance(value, (set, frozenset)):
+        return f"{type(value).__name__}: use sorted(...) of each query's set of classes"
+    return type(value).__name__ + (": use torch.as_tensor(...)" if isinstance(value, (np.ndarray, list, tuple)) else "")
 
 
 def _is_sparse(given: Any) -> bool:
@@ -271,7 +279,7 @@ def _best(scores: "scipy.sparse.csr_matrix", k: int) -> Tensor:
 
 def _propensity(propensity: Tensor, least: int) -> Tensor:
     if not isinstance(propensity, Tensor) or not propensity.is_floating_point():
-        raise TypeError(f"psp_at_k: expected propensity as a floating tensor, got {getattr(propensity, 'dtype', type(propensity).__name__)}")
+        raise TypeError(f"psp_at_k: expected propensity as a floating tensor, got {_given(propensity)}")
     if propensity.dim() != 1 or len(propensity) < least:
         raise ValueError(f"psp_at_k: expected propensity of shape [{least} or more], got {list(propensity.shape)}")
     if not ((propensity > 0) & (propensity <= 1)).all():
@@ -300,7 +308,7 @@ def _pairs(name: str, truth: Any, num_queries: int) -> Tuple[Tensor, Tensor]:
         rows = torch.repeat_interleave(torch.arange(count), torch.tensor([len(part) for part in parts], dtype=torch.int64))
     else:
         raise TypeError(f"{name}: expected truth as an int64 tensor, a list of class ids for each query or a scipy sparse matrix, "
-                        f"got {type(truth).__name__}")
+                        f"got {_given(truth)}")
     if count != num_queries:
         raise ValueError(f"{name}: expected truth for {num_queries} queries, as many as predictions has, got {count}")
     return rows, ids
@@ -308,6 +316,8 @@ def _pairs(name: str, truth: Any, num_queries: int) -> Tuple[Tensor, Tensor]:
 
 def _ids(name: str, row: int, part: Union[Tensor, Sequence[int]]) -> Tensor:
     """Part of a list of class ids."""
+    if isinstance(part, (set, frozenset)):
+        raise TypeError(f"{name}: expected class ids in truth[{row}] as a sequence or a tensor, got {_given(part)}")
     try:
         ids = tensor_of(part) if isinstance(part, np.ndarray) else torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError) as error:

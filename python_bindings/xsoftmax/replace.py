@@ -99,7 +99,8 @@ def replace_head(model: nn.Module, name: str, loss_class: Type[Loss], **kwargs: 
         loss_class: xs.SampledSoftmaxLoss, xs.CaneLoss or xs.LinearCrossEntropyLoss.
         **kwargs: the loss's own arguments, without in_features, num_classes and bias.
 
-    Errors: AttributeError where the model has no such layer, TypeError where it is no nn.Linear, or loss_class is another class, or no class.
+    Errors: AttributeError where the model has no such layer, TypeError where it is no nn.Linear, or loss_class is another class, or no class,
+    ValueError where the head is replaced already.
     """
     check_loss_class("replace_head", loss_class)
     try:
@@ -107,6 +108,9 @@ def replace_head(model: nn.Module, name: str, loss_class: Type[Loss], **kwargs: 
     except AttributeError as error:
         layers = [key for key, module in model.named_modules() if isinstance(module, nn.Linear)]
         raise AttributeError(f"replace_head: {type(model).__name__} has no layer {name!r}; its Linear layers: {layers}") from error
+    if isinstance(linear, MovedHead):
+        raise ValueError(f"replace_head: expected {name!r} as an nn.Linear, got one where its head is replaced already, by a {linear.loss._name}: call "
+                         "xs.restore_head(model, loss) first")
     pretrained = _pretrained(model, name)
     if pretrained is not None:
         from .integrations import transformers

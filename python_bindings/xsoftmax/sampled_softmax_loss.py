@@ -203,9 +203,6 @@ class SampledSoftmaxLoss(CandidateLoss):
                              f"estimator={self.estimator!r}, which does not use it, got {log_z!r}: "
                              "only \"nce\" does")
         self.fixed_log_z = 0.0 if learned else float(log_z)
-        self._fixed_log_z: Optional[Tensor] = None  # on the host, which goes with tables on any device
-        if self.fixed_log_z != 0.0:
-            self._fixed_log_z = torch.full([], self.fixed_log_z, device="cpu")
         self.register_parameter("log_z", nn.Parameter(torch.zeros((), device=device)) if learned else None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -261,7 +258,7 @@ class SampledSoftmaxLoss(CandidateLoss):
 
     def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], negatives: Optional[Tensor],
                  negative_log_count: Optional[Tensor], prepares: bool, target_prob: Optional[Tensor] = None) -> Tensor:
-        description = self._description()
+        description = self._description(prepares)
         if description != "":
             return self._step(input, target, generator, negatives, negative_log_count, prepares, target_prob, description)
         listed = target if target_prob is None else self._listed_for_sampling(input, target, target_prob)
@@ -277,10 +274,13 @@ class SampledSoftmaxLoss(CandidateLoss):
             sets = self.propose(queries, counted, generator) + [given]
         return self._loss(input, target, sets, target_prob)
 
-    def _description(self) -> str:
-        """The sampler and the head as an operator takes them; empty where one of them, or the estimator, is written in Python."""
+    def _description(self, prepares: bool) -> str:
+        """The sampler and the head as an operator takes them; empty where one of them, or the estimator, is written in Python, and in a step that refreshes the
+        sampler, which Ctrl-C stops and a bar follows."""
         if not torch.jit.is_scripting():
             if is_registered(self.estimator):
+                return ""
+            if prepares and self.sampler.follows_table and not torch.compiler.is_compiling() and self.sampler.refresh_due():
                 return ""
         description = self.sampler.describe()
         return description if description == "" or self.head.numel() == 0 else "disjoint:0:[head:1:;" + description + "]"
@@ -296,16 +296,11 @@ class SampledSoftmaxLoss(CandidateLoss):
             self._given_set(input, negatives, negative_log_count)  # which says what is wrong
         if not torch.jit.is_scripting():
             self._check_negatives(negatives, negative_log_count)
-            if prepares and self.sampler.follows_table and not torch.compiler.is_compiling() and self.sampler.refresh_due():
-                self.sampler.prepare(self.linear.weight, self.linear.bias, generator)  # which Ctrl-C stops, and a bar follows
-                prepares = False
         state = self.sampler.state_tensors()
         if self.head.numel() > 0:
             state = [self.head] + state
         others: List[Optional[Tensor]] = []
-        log_z = self.log_z
-        if log_z is None:
-            log_z = self._fixed_log_z
+        log_z = self._log_z(input)
         if self.weight is not None or log_z is not None or target_prob is not None or negatives is not None:
             others = [self.weight, log_z, target_prob, negatives, negative_log_count]
         return torch.ops.xsoftmax.sampled_step(input, self.linear.weight, self.linear.bias, target, state, description, self._options, generator,
@@ -381,13 +376,14 @@ class SampledSoftmaxLoss(CandidateLoss):
         """
         return self._with_head(self.sampler.sample(queries, target, generator))
 
-    def _loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet], target_prob: Optional[Tensor] = None) -> Tensor:
-        log_z: Optional[Tensor] = None
+    def _log_z(self, input: Tensor) -> Optional[Tensor]:
         learned = self.log_z
-        if learned is not None:
-            log_z = learned
-        elif self.fixed_log_z != 0.0:
-            log_z = torch.full([], self.fixed_log_z, device=input.device)
+        if learned is None and self.fixed_log_z != 0.0:
+            return torch.full([], self.fixed_log_z, device=input.device)
+        return learned
+
+    def _loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet], target_prob: Optional[Tensor] = None) -> Tensor:
+        log_z = self._log_z(input)
         if not torch.jit.is_scripting():
             loss = registered_loss(self, input, target, sets)
             if loss is not None:

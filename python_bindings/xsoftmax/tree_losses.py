@@ -176,7 +176,7 @@ class BeamTreeLoss(TreeLoss):
                               unexpected_keys: List[str], error_msgs: List[str]) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         parent, leaf = (state_dict.get(f"{prefix}tree.{name}") for name in ("parent", "class_node"))
-        if self.routed and parent is not None and leaf is not None and parent.shape == self.tree.parent.shape:
+        if self.routed and isinstance(parent, Tensor) and isinstance(leaf, Tensor) and parent.shape == self.tree.parent.shape:
             subsets = parent == 0
             if not bool(subsets[parent[leaf].clamp(min=0)].all()):
                 error_msgs.append(f"{self._name}: expected {prefix}tree.* to hold one layer of subsets for routed=True, got another tree")
@@ -350,8 +350,13 @@ class HierarchicalSoftmaxLoss(TreeLoss):
                          device=device, dtype=dtype)
         self._init_options()
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss: input [*, D] and target int64 [*] -> a scalar, or [*] with reduction="none". Errors as :class:`HierarchicalSoftmaxLoss`."""
+    def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
+        """The loss: input [*, D] and target int64 [*] -> a scalar, or [*] with reduction="none". Errors as :class:`HierarchicalSoftmaxLoss`.
+
+        It draws nothing: `generator` is an argument so that all losses over trees are called alike, and is not used.
+        """
+        if not torch.jit.is_scripting():
+            check_generator(self._name, generator)
         if self.training:
             self._check_step()
         else:
@@ -364,7 +369,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
         """The same as ``loss(input, target)``, which is exact."""
         self.settle()
-        return self.forward(input, target)
+        return self.forward(input, target, None)
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:

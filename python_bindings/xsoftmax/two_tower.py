@@ -137,7 +137,8 @@ class TwoTowerLoss(Module):
                 check_tensor(self._name, "weight", weight)
         if negatives is not None:
             if not torch.jit.is_scripting() and not (isinstance(negatives, tuple) and len(negatives) == 2):
-                raise TypeError(f"{self._name}: expected negatives as (vectors, ids), got {type(negatives).__name__}")
+                raise TypeError(f"{self._name}: expected negatives as (vectors, ids), got {type(negatives).__name__}"
+                                + (": weights of the queries are passed by name, weight=..." if isinstance(negatives, Tensor) else ""))
             more = [negatives[0], negatives[1]]
         if self._shared:
             return self._of_ranks(query, item, item_id, more, weight)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import _long_work, label_vectors
 from ._checks import check_count
+from ._files import open_regular
 from ._options import option_text
 from ._ranks import Alone, digest, ranks_of
 from ._sparse import canonical, csr_matrix, index_tensors, query_tensors, sparse_tensors, tensor_of
@@ -290,10 +291,11 @@ class XRLinear:
         """What :meth:`save` wrote, checked. The weights stay in the file, mapped into memory: processes that load it share them.
 
         Raises:
-            FileNotFoundError: no model there. ValueError: not one, or a damaged one, or of another version.
+            FileNotFoundError: no model there. ValueError: not one, or a damaged one, or of another version; its file is a FIFO, a socket or a device.
         """
-        if not (Path(path) / "model.bin").is_file():
+        if not (Path(path) / "model.bin").exists() or (Path(path) / "model.bin").is_dir():
             raise FileNotFoundError(f"XRLinear.load: expected the folder of a model, found no model.bin: {path}")
+        open_regular("XRLinear.load", Path(path) / "model.bin").close()
         model = torch.ops.xsoftmax.xr_linear_load(fspath(path))
         text = model.notes()
         try:

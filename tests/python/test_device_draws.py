@@ -75,8 +75,8 @@ def trained(sampler, device):
     for step in range(4):
         ids = torch.randint(N, (Q, 5)).to(device)
         if sampler.touched.numel() > 0:
-            ops.midx_note_(sampler.touched, sampler._query_square(), sampler.step, z, target, ids)
-            ops.midx_note_(sampler.touched, sampler._query_square(), sampler.step, z, target[:, 0], ids[0])
+            ops.midx_note_(sampler.touched, getattr(sampler, "query_square", None), sampler.step, z, target, ids)
+            ops.midx_note_(sampler.touched, getattr(sampler, "query_square", None), sampler.step, z, target[:, 0], ids[0])
         marked = sampler.touched.clone()
         sampler.prepare(weight, bias)
         weight += 1

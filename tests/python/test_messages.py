@@ -197,6 +197,11 @@ def steps_of(loss):
     yield lambda input, target: loss.train()(input, target)
     yield lambda input, target: loss.eval()(input, target)
     yield lambda input, target: loss.topk(input, 2)
+    for name in ("log_prob", "entropy"):
+        if hasattr(loss, name):
+            yield lambda input, target, name=name: getattr(loss, name)(input)
+    if isinstance(loss, xs.LinearLoss):
+        yield loss.log_prob
     if hasattr(loss, "search"):
         yield lambda input, target: loss.search(input, 2)
 

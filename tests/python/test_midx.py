@@ -243,7 +243,7 @@ def test_opcheck(make, bias):
     check(ops.midx_refresh_, (*table, *written()))
     check(ops.midx_update_, (*table, ids[0], *written()))
     check(ops.midx_step_, (*table, *written()))
-    check(ops.midx_note_, (sampler.touched.clone(), sampler._query_square(), sampler.step, z, given, ids))
+    check(ops.midx_note_, (sampler.touched.clone(), getattr(sampler, "query_square", None), sampler.step, z, given, ids))
     if make is MidxSampler:
         shared = changed(sampler, shared=True)
         check(ops.midx_sample, (seed(1), z, given[:, 0], shared._index(), shared.options))

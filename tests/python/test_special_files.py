@@ -77,6 +77,14 @@ def test_models(make, tmp_path):
     assert os.listdir(tmp_path / "model")[0].startswith("model."), "what is not ours stays"
 
 
+def test_a_model_that_is_a_fifo_is_said_to_be_one(tmp_path):
+    """That there is no model.bin would send the user to look for a file that is there."""
+    fifo(tmp_path / "model.bin")
+    error = soon(lambda: xs.XRLinear.load(tmp_path))
+    assert isinstance(error, ValueError) and str(error) == f"XRLinear.load: expected {tmp_path / 'model.bin'} as a file, got a FIFO"
+
+
+
 @pytest.mark.parametrize("make", KINDS)
 def test_targets_of_models(make, tmp_path):
     make(tmp_path / "model")

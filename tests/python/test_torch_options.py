@@ -104,7 +104,9 @@ def test_unknown_options_and_state():
     with pytest.raises(ValueError, match=r"weight_decay=0.5 without decoupled_weight_decay.*set decoupled_weight_decay=True"):
         ours.load_state_dict(old)
     assert ours.param_groups[0]["lr"] == 0.7 and not ours.state
-    ours.load_state_dict(change(dict(warmup=0, noise=None, initial_lr=0.3)))
+    for harmless in (dict(cautious=False), dict(momentum=0), dict(use_gc=None, initial_lr=0.3, name=None)):
+        ours.param_groups[0].update({"name": "table"} if "name" in harmless else {})
+        ours.load_state_dict(change(harmless))
     assert ours.param_groups[0]["lr"] == 0.1
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _first_step
 from .._options import option_text
-from . import _torch_options
+from . import _torch_options, _values
 
 
 def sparse_rows(who: str, param: Tensor, grad: Tensor) -> Tuple[Tensor, Tensor]:
@@ -121,8 +121,10 @@ class RowOptimizer(torch.optim.Optimizer):
         return text
 
     def _new_text(self, group: Dict[str, Any]) -> str:
+        options = self._options(group)
+        _values.check_options(self._name, options)
         try:
-            return option_text(**self._options(group))
+            return option_text(**options)
         except TypeError as error:
             raise TypeError(f"{self._name}: {error}") from None
 
@@ -221,9 +223,10 @@ class RowOptimizer(torch.optim.Optimizer):
         that is split over ranks: DTensors of any placement, whole tables, or this rank's rows.
 
         Raises:
-            ValueError: state of a parameter of another shape, such as one from before a resize_classes, or of another kind of optimizer; nothing is
+            ValueError: state of a parameter of another shape, such as one from before a resize_classes, or of another kind of optimizer; an option that
+                the optimizer does not know; a step that is negative or not finite, squares that are negative or NaN, moments that are not finite. Nothing is
                 loaded then
-            TypeError: state of rows of another dtype; nothing is loaded then
+            TypeError: state of rows of another dtype, moments of integers, an option of another type; nothing is loaded then
         """
         state_dict = _with_numbers(state_dict)
         if _is_split(self):
@@ -257,12 +260,14 @@ class RowOptimizer(torch.optim.Optimizer):
             state = state_dict["state"].get(number)
             for name, value in state.items() if isinstance(state, dict) else ():
                 # `owed` has room for steps, not for rows, and an absent tensor is of size 0.
-                is_of_rows = name in self._state_names and name != "owed" and isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
+                is_of_rows = name in self._state_names and name not in ("step", "owed") and isinstance(value, torch.Tensor) and (
+                    value.dim() > 0 and value.numel() > 0)
                 if is_of_rows and value.shape not in (param.shape, param.shape[:1]):
                     raise ValueError(f"{self._name}: expected {name} of parameter {number} with the shape {list(param.shape)} of the parameter or a number for "
                                      f"each of its rows, got {list(value.shape)}: a table loads the state of as many rows as it has (resize_classes)")
             if isinstance(state, dict):
                 _torch_options.check_loaded_state(self, number, state)
+                _values.check_state_values(self._name, number, {name: _local(value) for name, value in state.items()})
             if isinstance(state, dict) and _is_of_rows(state):
                 self._check_rows(number, _local(param), group, {name: _local(value) for name, value in state.items()})
 

@@ -22,6 +22,10 @@ class TorchOptions(TypedDict, total=False):
 _SAME_STEP = ("foreach", "fused", "capturable")
 # Keys of parameter groups that optimizers and schedulers of torch write and no step reads.
 _NOT_OF_STEPS = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+# Options of torch.optim and of common libraries that change no step while they are off. Any other that
+# is off may: correct_bias=False takes larger first steps, and a momentum_decay of 0 is half the momentum.
+_NO_STEP_WHEN_OFF = ("amsgrad", "centered", "nesterov", "maximize", "differentiable", "momentum", "dampening", "lr_decay",
+                     "initial_accumulator_value", "weight_decay", "cautious", "caution", "use_gc")
 # Options of torch.optim, each with the optimizers that have it.
 _OWNERS = {"amsgrad": "Adam and AdamW", "momentum_decay": "NAdam", "rho": "Adadelta", "alpha": "RMSprop and ASGD", "centered": "RMSprop",
            "lambd": "ASGD", "t0": "ASGD", "etas": "Rprop", "step_sizes": "Rprop", "ns_steps": "Muon", "ns_coefficients": "Muon",
@@ -47,7 +51,7 @@ def _refused(name: str, value: Any, group: Dict[str, Any]) -> bool:
     """Whether an option that a row optimizer does not have changes its steps."""
     if name == "decoupled_weight_decay":  # RowAdam decays as AdamW does; the others add the decay to the gradient
         return _is_on(group.get("weight_decay")) and bool(value) != ("betas" in group)
-    return name not in _SAME_STEP and _is_on(value)
+    return name not in _SAME_STEP and (_is_on(value) or name not in _NO_STEP_WHEN_OFF)
 
 
 def _reason(owner: str, name: str) -> str:
@@ -100,7 +104,8 @@ def check_loaded_group(optimizer: Any, group: Dict[str, Any], counterpart: str, 
         notes: keys of its own groups, which are known to be no options
 
     Raises:
-        ValueError: options of another kind of optimizer, or that are on and would change the steps
+        ValueError: options of another kind of optimizer, or that would change the steps, as any
+            that is not known may
     """
     owner, known = optimizer._name, optimizer._option_names
     expected = f"{owner}: expected the state dict of such an optimizer or of torch.optim.{counterpart}"
@@ -117,7 +122,8 @@ def check_loaded_group(optimizer: Any, group: Dict[str, Any], counterpart: str, 
                              f"{name}={value}: torch.optim.Adam adds it to the gradient. Set weight_decay=0 in its groups to go on without, "
                              "or begin with fresh state")
         if name in _OWNERS or not (_is_ours(group) or name in notes):
-            reason = _reason(owner, name) if name in _OWNERS else f"{owner} does not know it"
+            reason = _reason(owner, name) if name in _OWNERS else (
+                f"{owner} does not know it. A note of yours loads where the groups of this optimizer have its key, too")
             raise ValueError(f"{expected}, got one with {name}={value!r}{_kind([name], _OWNERS, known)}: {reason}. {advice}")
     if counterpart == "AdamW" and "foreach" in group and not _is_ours(group):
         _check_adam(expected, group, advice)

@@ -4,6 +4,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ._base import RowOptimizer
+from ._values import two_betas
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,7 +66,8 @@ class RowAdam(RowOptimizer):
     Raises:
         ValueError: an option out of range, or of torch.optim that would change the steps; a parameter that is given twice; a gradient that does not fit its
             parameter.
-        TypeError: lr or betas are tensors (give ``float(lr)``); a module in the place of parameters; another keyword; a parameter that is not float32,
+        TypeError: an option of another type, such as lr or betas as tensors (give ``float(lr)``) or text; a module in the place of parameters;
+            another keyword; a parameter that is not float32,
             float64, bfloat16 or float16.
         IndexError: a row of a gradient is not in [0, N).
         RuntimeError: a sparse gradient that is not sparse COO in dimension 0 alone, or one of a parameter with more than 2 dimensions.
@@ -84,7 +86,5 @@ class RowAdam(RowOptimizer):
 
     def _options(self, group: Dict[str, Any]) -> Dict[str, Any]:
         options = super()._options(group)
-        betas = options.pop("betas")
-        if len(betas) != 2:
-            raise ValueError(f"RowAdam: expected betas as two numbers, got {betas}")
+        betas = two_betas(self._name, options.pop("betas"))
         return dict(options, beta1=betas[0], beta2=betas[1])

@@ -54,7 +54,8 @@ class RowSGD(RowOptimizer):
     Raises:
         ValueError: an option out of range, or of torch.optim that would change the steps; a parameter that is given twice; a gradient that does not fit its
             parameter.
-        TypeError: lr is a tensor (give ``float(lr)``); a module in the place of parameters; another keyword; a parameter that is not float32,
+        TypeError: an option of another type, such as lr as a tensor (give ``float(lr)``) or text; a module in the place of parameters;
+            another keyword; a parameter that is not float32,
             float64, bfloat16 or float16.
         IndexError: a row of a gradient is not in [0, N).
         RuntimeError: a sparse gradient that is not sparse COO in dimension 0 alone, or one of a parameter with more than 2 dimensions.

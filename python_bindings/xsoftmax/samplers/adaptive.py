@@ -9,7 +9,7 @@ from .. import _long_work
 from .._checks import check_count, check_generator
 from .._memory import device_of_values
 from .._options import option_text
-from .sampler import DescribedSampler
+from .sampler import DescribedSampler, unusable_tables
 from .static import Exclude, _bool, _ids
 
 
@@ -33,6 +33,7 @@ class AdaptiveSampler(DescribedSampler):
 
     The index is in the state dict. One that is missing there, or that is of other options or of another head, is built anew: ``step`` is then 0. Of one that is
     there in part, ``load_state_dict`` names the missing keys (but for tables without elements, which it does not need), and builds it anew with strict=False.
+    One with a NaN or an infinity is refused.
     ``step`` stays on the CPU wherever the sampler moves, so that no step of training waits for a device to know whether a refresh is due; so does ``recent``,
     how many of the last classes have come since the index was laid out (:meth:`plan_growth`).
 
@@ -205,6 +206,9 @@ class AdaptiveSampler(DescribedSampler):
                               unexpected_keys: List[str], error_msgs: List[str]) -> None:
         tables = {name: getattr(self, name) for name in self._tables}
         saved = {name: state_dict[prefix + name] for name in tables if prefix + name in state_dict}
+        if unusable := unusable_tables(type(self).__name__, prefix, saved):
+            error_msgs.extend(unusable)
+            return
         missing = [prefix + name for name, table in tables.items() if name not in saved and table.numel() > 0]
         fits = all(table.shape == tables[name].shape for name, table in saved.items())
         if missing or not fits:

@@ -71,7 +71,8 @@ class MidxSampler(AdaptiveSampler):
                 self.heaviest, self.touched, self.recent, self.step]
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
-        if prefix + "cell" in state_dict and prefix + "order" not in state_dict:
+        cells = isinstance(state_dict.get(prefix + "cell"), Tensor) and isinstance(state_dict.get(prefix + "log_weight", self.log_weight), Tensor)
+        if cells and prefix + "order" not in state_dict:
             # As ranks that have split the classes save it (xs.distributed): what follows from the cells is left out.
             cell, weights = state_dict[prefix + "cell"], state_dict.get(prefix + "log_weight", self.log_weight)
             made = torch.ops.xsoftmax.midx_cells(cell, weights if weights.numel() > 0 else None, len(self.codewords1), int((cell >= 0).sum()))

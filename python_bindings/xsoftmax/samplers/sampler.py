@@ -1,6 +1,6 @@
 """What every sampler is: a module that proposes classes and says how often it would."""
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Type
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple, Type
 
 import torch
 from torch import Tensor
@@ -54,6 +54,20 @@ def one_set(drawn: Tuple[Tensor, Tensor, Tensor], target: Optional[Tensor], dist
 
 OF_BATCH = -1
 """The number of draws of a sampler that takes what the batch holds."""
+
+
+def unusable_tables(owner: str, prefix: str, saved: Dict[str, Any], may_be_infinite: Iterable[str] = ()) -> List[str]:
+    """Returns the messages of ``load_state_dict`` for tables of a state dict that are no tensors, or hold a NaN or an infinity."""
+    messages = []
+    for name, table in saved.items():
+        if not isinstance(table, Tensor):
+            messages.append(f'While copying the parameter named "{prefix}{name}", expected torch.Tensor or Tensor-like object from checkpoint '
+                            f"but received {type(table)}")
+        elif table.is_floating_point() and table.numel() > 0 and not table.is_meta:
+            bad = table.isnan() if name in may_be_infinite else table.isfinite().logical_not()
+            if bad.any():
+                messages.append(f"{owner}: expected {prefix}{name} with finite values, got {table[bad][0].item()}")
+    return messages
 
 
 class KeepsTables(Module):

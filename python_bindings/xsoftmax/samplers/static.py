@@ -9,7 +9,7 @@ from torch import Tensor
 from .._checks import as_ids, as_tensor, check_count
 from .._options import option_text
 from .._typing import Numbers
-from .sampler import CandidateSet, DescribedSampler, one_set, register
+from .sampler import CandidateSet, DescribedSampler, one_set, register, unusable_tables
 from .streaming import StreamingCounts
 
 Exclude = Union[int, Numbers, None]
@@ -305,8 +305,12 @@ class UnigramSampler(StaticSampler):
                               unexpected_keys: List[str], error_msgs: List[str]) -> None:
         if self.streaming is not None:
             tables = {name: getattr(self, name) for name in (*TABLES, "step") if getattr(self, name).numel() > 0}
+            saved = {name: state_dict[prefix + name] for name in tables if prefix + name in state_dict}
+            if unusable := unusable_tables(type(self).__name__, prefix, saved, may_be_infinite=SCALARS):
+                error_msgs.extend(unusable)
+                return
             missing = [prefix + name for name in tables if prefix + name not in state_dict]
-            fits = all(state_dict[prefix + name].shape == table.shape for name, table in tables.items() if prefix + name in state_dict)
+            fits = all(table.shape == tables[name].shape for name, table in saved.items())
             probability = state_dict.get(prefix + "probability")
             same = fits and probability is not None and torch.equal(probability.cpu() == 0, self.probability.cpu() == 0)
             if missing or not same:

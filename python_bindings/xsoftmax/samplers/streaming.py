@@ -6,7 +6,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .._checks import check_count
+from .._checks import check_count, check_tensor
 from .._memory import device_of_values
 from .._options import option_text
 from .sampler import KeepsTables
@@ -105,6 +105,10 @@ class StreamingCounts(KeepsTables):
         Raises:
             TypeError, ValueError, IndexError: ids of another dtype or outside the range, a mask of another shape; nothing is counted then
         """
+        if not torch.jit.is_scripting():
+            check_tensor(type(self).__name__, "ids", ids)
+            if mask is not None:
+                check_tensor(type(self).__name__, "mask", mask)
         if self.training:
             if not torch.jit.is_scripting() and self._group is not None:
                 ids, mask = self._of_all_ranks(ids if mask is None else ids[mask]), None
@@ -146,6 +150,8 @@ class StreamingCounts(KeepsTables):
         Raises:
             TypeError, ValueError, IndexError: ids of another dtype or outside the range, or counts of open ids; nothing is forgotten then
         """
+        if not torch.jit.is_scripting():
+            check_tensor(type(self).__name__, "ids", ids)
         torch.ops.xsoftmax.streaming_forget_(ids, self.count, self.total, self.last, self.seen, self.options)
 
     @torch.jit.export
@@ -156,6 +162,8 @@ class StreamingCounts(KeepsTables):
         Raises:
             TypeError, IndexError: as :meth:`update`
         """
+        if not torch.jit.is_scripting():
+            check_tensor(type(self).__name__, "ids", ids)
         return torch.ops.xsoftmax.streaming_count(ids, self.count, self.total, self.last, self.seen, self.options)
 
     @torch.jit.export
@@ -165,4 +173,6 @@ class StreamingCounts(KeepsTables):
         Raises:
             TypeError, IndexError: as :meth:`update`
         """
+        if not torch.jit.is_scripting():
+            check_tensor(type(self).__name__, "ids", ids)
         return torch.ops.xsoftmax.streaming_log_prob(ids, self.count, self.total, self.last, self.seen, self.options).float()

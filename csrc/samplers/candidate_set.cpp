@@ -1,4 +1,4 @@
-#include "losses/candidate_set.h"
+#include "samplers/candidate_set.h"
 
 #include "core/checks.h"
 
@@ -114,13 +114,17 @@ Tensor present_log_count(const Tensor& present, const Tensor& log_count, const T
 }
 
 Tensor different_ids(const Tensor& ids, int64_t num_classes, std::string_view owner, std::string_view argument) {
+  const bool casts = ids.dim() == 1 && c10::isIntegralType(ids.scalar_type(), /*includeBool=*/false);
   TORCH_CHECK_TYPE(ids.scalar_type() == at::kLong && ids.dim() == 1, owner, ": expected ", argument, " as a number or 1-D int64 ids, got ",
-                   check::name(ids.scalar_type()), " of shape ", ids.sizes());
+                   check::name(ids.scalar_type()), " of shape ", ids.sizes(), casts ? ": use .long() of a tensor, .astype(\"int64\") of an array" : "");
   const Tensor ordered = std::get<0>(ids.sort());
   if (ids.numel() > 0) {
     const int64_t first = ordered[0].item<int64_t>(), last = ordered[-1].item<int64_t>();
     TORCH_CHECK_INDEX(first >= 0 && last < num_classes, owner, ": expected ", argument, " in [0, ", num_classes, "), got ", first, " .. ", last);
-    TORCH_CHECK_VALUE(ordered.diff().ne(0).all().item<bool>(), owner, ": expected ", argument, " without repeats");
+    const Tensor repeats = ordered.slice(0, 1).masked_select(ordered.diff().eq(0));
+    if (repeats.numel() > 0) {
+      TORCH_CHECK_VALUE(false, owner, ": expected ", argument, " without repeats, got ", repeats[0].item<int64_t>(), " more than once");
+    }
   }
   return ordered;
 }

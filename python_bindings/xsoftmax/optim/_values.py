@@ -1,0 +1,102 @@
+"""Values of options and of loaded state: row optimizers refuse those that no step can use."""
+
+from typing import Any, Dict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_BOOLS = ("maximize", "nesterov", "row_wise", "stochastic_rounding")
+_SQUARES = ("exp_avg_sq", "sum")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (bool, np.bool_, str, bytes, bytearray)) or getattr(getattr(value, "dtype", None), "kind", "f") not in "fiu":
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def check_options(owner: str, options: Dict[str, Any]) -> None:
+    """Checks the types of options, which operators take as text: a string would read as a number.
+
+    Raises:
+        TypeError: an option that is no number, bool or dtype, whichever its name asks for
+    """
+    for name, value in options.items():
+        if type(value) is float or isinstance(value, Tensor):  # option_text refuses tensors
+            continue
+        if name in _BOOLS:
+            if not isinstance(value, (bool, np.bool_)):
+                raise TypeError(f"{owner}: expected {name} as True or False, got {value!r}")
+        elif name == "state_dtype":
+            if value is not None and not isinstance(value, torch.dtype):
+                raise TypeError(f"{owner}: expected state_dtype as a torch.dtype or None, got {value!r}")
+        elif not _is_number(value):
+            raise TypeError(f"{owner}: expected {name} as a number, got {value!r}")
+
+
+def two_betas(owner: str, betas: Any) -> Any:
+    """Returns betas, after they were found to be a pair.
+
+    Raises:
+        TypeError: no sequence. ValueError: one of another length.
+    """
+    if isinstance(betas, (str, bytes)) or not (hasattr(betas, "__len__") and hasattr(betas, "__getitem__")) or getattr(betas, "ndim", 1) == 0:
+        raise TypeError(f"{owner}: expected betas as two numbers, (beta1, beta2), got {betas!r}")
+    if len(betas) != 2:
+        raise ValueError(f"{owner}: expected betas as two numbers, got {betas}")
+    return betas
+
+
+def check_state_values(owner: str, number: Any, state: Dict[str, Any]) -> None:
+    """Checks the values of a parameter's saved state, in time proportional to it.
+
+    Args:
+        owner: named in errors
+        number: of the parameter
+        state: its tensors by name
+
+    Raises:
+        TypeError: a tensor of another kind of dtype, such as moments of integers
+        ValueError: steps that are negative or not finite, squares that are negative or NaN, and
+            moments that are not finite
+    """
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or value.is_meta:
+            continue
+        expected = f"{owner}: expected {name} of parameter {number}"
+        if name == "step":
+            _check_step(expected, value)
+        elif name == "last_step":
+            _check_last_step(expected, value, state.get("step"))
+        elif name != "owed" and not value.is_floating_point():
+            raise TypeError(f"{expected} of a floating dtype, got {str(value.dtype).removeprefix('torch.')}")
+        elif name != "owed" and value.layout == torch.strided and value.numel() > 0:
+            low, high = (end.item() for end in torch.aminmax(value))  # NaN where there is one
+            if name in _SQUARES and not low >= 0:
+                raise ValueError(f"{expected}, which adds up squares, with values of at least 0, got {low}")
+            if name not in _SQUARES and not -np.inf < low <= high < np.inf:
+                raise ValueError(f"{expected} with finite values, got {low if not low > -np.inf else high}")
+
+
+def _check_step(expected: str, step: Tensor) -> None:
+    if step.dtype == torch.bool or step.is_complex():
+        raise TypeError(f"{expected} as a number, got dtype {str(step.dtype).removeprefix('torch.')}")
+    if step.dim() > 0:
+        raise ValueError(f"{expected} as one number, got shape {list(step.shape)}")
+    count = step.item()
+    if not 0 <= count < np.inf:
+        raise ValueError(f"{expected} as a finite number of at least 0, got {count}")
+
+
+def _check_last_step(expected: str, last: Tensor, step: Any) -> None:
+    """Steps of rows; their dtype and shape are checked with the state of rows."""
+    if last.dtype != torch.int32 or last.numel() == 0 or not isinstance(step, Tensor):
+        return
+    low, high, limit = int(last.min()), int(last.max()), int(step)
+    if low < 0 or high > limit:
+        raise ValueError(f"{expected} in [0, {limit}], the steps taken, got {low if low < 0 else high}")
