@@ -65,14 +65,13 @@ def check_state_values(owner: str, number: Any, state: Dict[str, Any]) -> None:
         ValueError: steps that are negative or not finite, squares that are negative or NaN, and
             moments that are not finite
     """
-    for name, value in state.items():
-        if not isinstance(value, Tensor) or value.is_meta:
-            continue
+    readable = {name: value for name, value in state.items() if type(value) in (Tensor, torch.nn.Parameter) and not value.is_meta}  # no fake tensor
+    for name, value in readable.items():
         expected = f"{owner}: expected {name} of parameter {number}"
         if name == "step":
             _check_step(expected, value)
         elif name == "last_step":
-            _check_last_step(expected, value, state.get("step"))
+            _check_last_step(expected, value, readable.get("step"))
         elif name != "owed" and not value.is_floating_point():
             raise TypeError(f"{expected} of a floating dtype, got {str(value.dtype).removeprefix('torch.')}")
         elif name != "owed" and value.layout == torch.strided and value.numel() > 0:
