@@ -131,7 +131,12 @@ void broadcasts(const char* op, const char* arg, const at::Tensor& tensor, const
                     tensor.sym_sizes());
 }
 
-at::Tensor readable(const at::Tensor& tensor) { return (tensor._is_zerotensor() ? tensor.clone() : tensor.resolve_neg()).contiguous(); }
+at::Tensor readable(const at::Tensor& tensor) {
+  if (!tensor._is_zerotensor() && !tensor.is_neg() && tensor.is_contiguous()) {
+    return tensor;
+  }
+  return (tensor._is_zerotensor() ? tensor.clone() : tensor.resolve_neg()).contiguous();
+}
 
 void given_tensors(const char* op, std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors) {
   for (const auto& [name, tensor] : tensors) {

@@ -23,6 +23,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 namespace xsoftmax {
 namespace {
 
@@ -52,7 +54,9 @@ CandidateLossState forward_meta(const Tensor& input, const Tensor& weight, const
           at::empty_symint({input.sym_size(0), width}, target.options())};
 }
 
-Tensor put_together(const Tensor& loss, const OptionalTensor& share) { return given(share) ? (loss * share->to(loss.scalar_type())).sum() : loss; }
+Tensor put_together(const Tensor& loss, const OptionalTensor& share) {
+  return given(share) ? (loss * (share->scalar_type() == loss.scalar_type() ? *share : share->to(loss.scalar_type()))).sum() : loss;
+}
 
 Tensor loss_only(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensors& candidates,
                  at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
@@ -68,8 +72,13 @@ Tensor call_loss(const Tensor& input, const Tensor& weight, const OptionalTensor
 // Whether it is known that gradients times `grad` are the gradients: of a loss that nothing comes after, as a rule. A derivative of theirs must find what
 // they depend on. Ignored queries may hold a NaN, which a factor of zero makes up for.
 bool has_nothing_to_scale(const Tensor& grad, const Tensor& target, int64_t ignore_index) {
-  return grad.dim() == 0 && grad.is_cpu() && !at::GradMode::is_enabled() && !at::isTensorSubclassLike(grad) && !at::isTensorSubclassLike(target) &&
-      grad.item<double>() == 1 && !target.eq(ignore_index).any().item<bool>();
+  if (grad.dim() != 0 || !grad.is_cpu() || at::GradMode::is_enabled() || at::isTensorSubclassLike(grad) || at::isTensorSubclassLike(target)) {
+    return false;
+  }
+  const bool is_one = grad.scalar_type() == at::kFloat ? check::readable(grad).const_data_ptr<float>()[0] == 1 : grad.item<double>() == 1;
+  const Tensor ids = check::readable(target);
+  const int64_t* const first = ids.const_data_ptr<int64_t>();
+  return is_one && std::find(first, first + ids.numel(), ignore_index) == first + ids.numel();
 }
 
 class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss> {

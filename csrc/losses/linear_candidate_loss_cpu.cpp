@@ -15,6 +15,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 namespace xsoftmax {
 namespace {
 
@@ -77,6 +79,20 @@ void run_queries(const QueryPass<T>& pass) {
   });
 }
 
+// The ids of each query: its target, 0 where that is ignored, and its private candidates, [Q, 1 + P].
+Tensor ids_of_queries(const Tensor& target, const OptionalTensor& private_ids, int64_t ignore_index) {
+  const Tensor targets = target.contiguous(), others = given(private_ids) ? private_ids->contiguous() : Tensor();
+  const int64_t queries = target.size(0), width = others.defined() ? others.size(1) : 0;
+  const Tensor ids = at::empty({queries, 1 + width}, target.options());
+  const int64_t *const of_target = targets.const_data_ptr<int64_t>(), *const other = others.defined() ? others.const_data_ptr<int64_t>() : nullptr;
+  int64_t* const out = ids.mutable_data_ptr<int64_t>();
+  for (int64_t q = 0; q < queries; ++q) {
+    out[q * (1 + width)] = of_target[q] == ignore_index ? 0 : of_target[q];
+    std::copy_n(other + q * width, width, out + q * (1 + width) + 1);
+  }
+  return ids;
+}
+
 CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                                      const OptionalTensors& columns, at::IntArrayRef distinct, std::string_view options,
                                                      std::array<bool, 2> wanted, const OptionalTensor& share) {
@@ -87,9 +103,9 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
   }
   const Candidates& candidates = arguments.candidates;
   const int64_t ignore_index = arguments.options.ignore_index;
-  const Tensor id = targets_that_count(target, ignore_index);
-  const Tensor row_ids = given(candidates.private_ids) ? at::cat({id.unsqueeze(1), *candidates.private_ids}, 1) : id.unsqueeze(1).contiguous();
-  const Tensor shared = given(candidates.shared_ids) ? candidates.shared_ids->contiguous() : id.new_empty({0});
+  const Tensor row_ids = ids_of_queries(target, candidates.private_ids, ignore_index);
+  const Tensor id = given(candidates.private_ids) ? targets_that_count(target, ignore_index) : row_ids.view({-1});
+  const Tensor shared = given(candidates.shared_ids) ? candidates.shared_ids->contiguous() : at::empty({0}, target.options());
   const int64_t queries = input.size(0), features = input.size(1), row_width = row_ids.size(1);
   const auto dtype = opmath_dtype(input.scalar_type());
   const auto floats = input.options().dtype(dtype);
@@ -110,14 +126,15 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
   const Tensor bias_row = given(bias) ? bias->contiguous() : Tensor();
   const Tensor grad_input = recycled_empty({wanted[0] ? queries : 0, features}, floats);
   const bool low = multiplies_bfloat16(weight);
-  Tensor shared_rows;
+  Tensor shared_rows, shared_scores;
   if (shared.size(0) > 0) {
     shared_rows = gather_rows_cpu(table, shared, low);
-    Tensor out = scores.narrow(1, row_width, shared.size(0));
+    shared_scores = scores.as_strided({queries, shared.size(0)}, {scores.size(1), 1}, row_width);
+    const Tensor& out = shared_scores;
     if (bias_row.defined()) {
       out.copy_(bias_row.index_select(0, shared));
     }
-    multiply(out, low ? query : query.to(dtype), shared_rows.t(), {.add = bias_row.defined(), .bfloat16 = low});
+    multiply(out, low || query.scalar_type() == dtype ? query : query.to(dtype), shared_rows.t(), {.add = bias_row.defined(), .bfloat16 = low});
   }
   const LossOperands operands(estimation);
   const Tensor of_query = LossOperands::plain(share, dtype);
@@ -133,7 +150,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
                              wanted[0] ? data<A>(grad_input) : nullptr, rows, *estimation.estimator.row_loss});
   });
   if (wanted[0] && shared_rows.defined()) {
-    multiply(grad_input, scores.narrow(1, row_width, shared.size(0)), shared_rows, {.add = true, .bfloat16 = low});
+    multiply(grad_input, shared_scores, shared_rows, {.add = true, .bfloat16 = low});
   }
   return {loss, grad_input, wanted[1] ? scores : scores.new_empty({0, scores.size(1)}), row_ids};
 }

@@ -21,7 +21,7 @@ struct LossOperands {
     if (!given(tensor)) {
       return at::Tensor();
     }
-    const at::Tensor cast = tensor->to(dtype);
+    const at::Tensor cast = tensor->scalar_type() == dtype ? *tensor : tensor->to(dtype);
     return (cast._is_zerotensor() ? cast.clone() : cast).contiguous(); // one without memory, which autograd may make
   }
 

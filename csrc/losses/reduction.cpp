@@ -2,6 +2,7 @@
 
 #include "core/anomalies.h"
 #include "core/checks.h"
+#include "core/dtypes.h"
 #include "core/options.h"
 #include "core/shape_checks.h"
 #include "losses/several_positives.h"
@@ -10,6 +11,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Reduction.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -103,6 +105,12 @@ Tensor reduced_loss(const Tensor& loss, const Tensor& target, const OptionalTens
   }
 }
 
+Tensor as_queries(const Tensor& input, const c10::SymInt& queries) {
+  return input.dim() == 2 ? input : input.reshape_symint({queries, input.sym_size(-1)});
+}
+
+Tensor as_vector(const Tensor& target) { return target.dim() == 1 ? target : target.reshape({-1}); }
+
 namespace {
 
 // Of a tensor whose values can be read: how many of them are something else.
@@ -122,11 +130,14 @@ OptionalTensor equal_shares(const Tensor& target, const ReductionOptions& option
   if (code == at::Reduction::None || target.sym_size(0).maybe_as_int() == 0) { // a mean over nothing is not 0
     return std::nullopt;
   }
+  if (can_read(target)) {
+    const Tensor shares = at::empty(target.sizes(), floats);
+    const double share = code == at::Reduction::Sum ? 1.0 : 1.0 / double(count_others(target, options.ignore_index));
+    dispatch_sums(dtype, [&](auto zero) { std::fill_n(data<decltype(zero)>(shares), shares.numel(), decltype(zero)(share)); });
+    return shares;
+  }
   if (code == at::Reduction::Sum) {
     return at::full_symint({target.sym_size(0)}, 1.0, floats);
-  }
-  if (can_read(target)) {
-    return at::full_symint({target.sym_size(0)}, 1.0 / double(count_others(target, options.ignore_index)), floats);
   }
   return target.ne(options.ignore_index).sum().to(dtype).reciprocal().expand_symint({target.sym_size(0)});
 }
@@ -149,7 +160,7 @@ std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& gi
     check::same_dtype(op, "weight", weight, "input", input);
   }
   if (given_target.dim() < input.dim() && can_read(given_target) && count_others(given_target, ignore_index) == given_target.numel()) {
-    const Tensor queries = input.detach().reshape_symint({given_target.sym_numel(), input.sym_size(-1)}), target = given_target.reshape({-1});
+    const Tensor queries = as_queries(input.requires_grad() ? input.detach() : input, given_target.sym_numel()), target = as_vector(given_target);
     return values ? std::tuple(queries.contiguous(), target.clone()) : std::tuple(queries, target);
   }
   Tensor counted;

@@ -27,6 +27,10 @@ int64_t reduction_code(const char* op, const std::string& reduction);
 /// D]. soft: T may be N, where it is refused otherwise, as that of one-hot targets.
 void check_batch(const char* op, const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight, int64_t ignore_index, bool soft = false);
 
+/// input [*, D] as [Q, D], and target [*] as [Q]: the tensor itself where it has that shape.
+at::Tensor as_queries(const at::Tensor& input, const c10::SymInt& queries);
+at::Tensor as_vector(const at::Tensor& target);
+
 /// class_weight [classes] of a floating dtype, on target's device.
 void check_class_weight(const char* op, const OptionalTensor& class_weight, const c10::SymInt& classes, const at::Tensor& target);
 

@@ -85,7 +85,7 @@ Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const Opt
   if (several) {
     return several_positives_loss(input, weight, bias, target, sets, options, class_weight, log_z);
   }
-  const Tensor flat = target.reshape({-1}), queries = input.reshape_symint({flat.sym_size(0), input.sym_size(-1)});
+  const Tensor flat = as_vector(target), queries = as_queries(input, flat.sym_size(0));
   const Candidates candidates = lay_out(sets, flat.sym_size(0), estimator.traits);
   const bool by_scores = given(log_z) || !estimator.has_kernels() || transforms(options) || options.z_loss != 0;
   if (!by_scores && !given(class_weight) && input.is_cpu()) { // on a device, whether there is nothing left to scale would not be known

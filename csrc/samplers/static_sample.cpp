@@ -192,6 +192,11 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
 Tensor log_counts_of_draws(const StaticOptions& options, const Drawn& drawn, at::TensorList tables) {
   if (options.law == "uniform" || options.law == "fixed") {
     const double value = options.law == "fixed" ? 0.0 : uniform_log_count(options);
+    if (drawn.ids.is_cpu() && !at::isTensorSubclassLike(drawn.ids)) {
+      const Tensor counts = at::empty(drawn.ids.sizes(), drawn.ids.options().dtype(at::kFloat));
+      std::fill_n(counts.mutable_data_ptr<float>(), counts.numel(), float(value));
+      return counts;
+    }
     return at::full_symint(drawn.ids.sym_sizes(), value, drawn.ids.options().dtype(at::kFloat));
   }
   return log_counts(options, drawn.log_scale, drawn.ids, tables);

@@ -100,12 +100,11 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
   const Tensor scores_grad = grad.contiguous(), query = input.contiguous();
   const Tensor factor = given(scale) ? scale->contiguous() : Tensor();
   const int64_t stride = grad.size(1);
-  const Tensor shared_grad = scores_grad.narrow(1, ids.pairs.width, ids.shared.size(0));
+  const Tensor shared_grad = scores_grad.as_strided({scores_grad.size(0), ids.shared.size(0)}, {stride, 1}, scores_grad.storage_offset() + ids.pairs.width);
   const bool low = multiplies_bfloat16(weight);
 
-  Tensor grad_input = input.new_empty({0, input.size(1)});
+  Tensor grad_input = want_input ? at::empty({input.size(0), input.size(1)}, scores_grad.options()) : at::empty({0, input.size(1)}, input.options());
   if (want_input) {
-    grad_input = at::empty({input.size(0), input.size(1)}, scores_grad.options());
     multiply(grad_input, shared_grad, gather_rows_cpu(weight, ids.shared, low), {.bfloat16 = low});
     add_pair_input_grad_cpu(grad_input, scores_grad, stride, weight, ids.pairs);
     grad_input = (factor.defined() ? grad_input.mul_(factor.unsqueeze(1)) : grad_input).to(input.scalar_type());
@@ -116,7 +115,8 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
   // The scale goes to the smaller side of each product.
   Tensor shared_values, shared_bias;
   if (want_weight && ids.shared.size(0) > 0) {
-    const Tensor wide = low && !factor.defined() ? query : query.to(grad.scalar_type());
+    const bool as_it_is = query.scalar_type() == grad.scalar_type() || (low && !factor.defined());
+    const Tensor wide = as_it_is ? query : query.to(grad.scalar_type());
     shared_values = recycled_empty({ids.shared.size(0), input.size(1)}, scores_grad.options());
     multiply(shared_values, shared_grad.t(), factor.defined() ? scaled_queries(wide, factor) : wide, {.bfloat16 = low});
   }
