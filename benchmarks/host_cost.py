@@ -1,4 +1,4 @@
-"""What a training step costs the host: calls of operators, and time, where there is next to nothing to compute.
+"""Measures the host time of a training step, and counts its operator calls, on shapes with almost nothing to compute.
 
     python benchmarks/host_cost.py [--threads 1] [--repeats 201] [--only calls,time] [--json [FILE]]
 

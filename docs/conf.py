@@ -63,6 +63,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(ParallelStyle|DeviceMesh|device|dtype|Nested|Dropout|BatchNorm|Dataset|IterableDataset)"),
     ("py:class", r"xsoftmax\.(_|distributed\.class_parallel\.).*"),  # bases that are no public names
     ("py:class", r"xsoftmax\.[\w.]+\.Loss"),  # a type variable
+    ("py:class", "TorchOptions"),  # which keywords those are, their docstring says
     ("cpp:.*", r".*"),  # of ATen, c10, torch and the standard library, and parts of the library's types that Doxygen does not resolve
 ]
 

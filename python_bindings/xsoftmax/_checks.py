@@ -2,13 +2,15 @@
 
 import math
 import numbers
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from ._memory import device_of_values
+from ._typing import Numbers
 
 
 def check_count(owner: str, argument: str, value: int, least: Optional[int]) -> int:
@@ -109,3 +111,15 @@ def check_reduction(owner: str, reduction: str) -> str:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{owner}: expected reduction to be \"mean\", \"sum\" or \"none\", got {reduction!r}")
     return reduction
+
+
+def different_ids(owner: str, argument: str, ids: Union[int, Numbers], num_classes: int, device: Device) -> Tensor:
+    """Returns a set of classes, sorted int64 [H]: those below a number, or those of a 1-D int64 tensor, an array or a list."""
+    if isinstance(ids, (list, tuple, range, np.ndarray)):
+        ids = as_ids(owner, argument, ids)
+    if not isinstance(ids, Tensor):
+        count = check_count(owner, argument, ids, 0)  # type: ignore[arg-type]
+        if count > num_classes:
+            raise ValueError(f"{owner}: expected {argument} in [0, {num_classes}], got {count}")
+        return torch.arange(count, device=device)
+    return torch.ops.xsoftmax.different_ids(ids.to(device), num_classes, owner, argument)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from ._checks import check_count, check_generator, check_tensor
+from ._checks import check_count, check_generator, check_tensor, different_ids
 from ._memory import device_of_values
 from ._typing import Numbers
-from .linear_losses import CandidateLoss, different_ids
+from .linear_losses import CandidateLoss
 from .samplers import CandidateSet, Sampler, StreamingCounts
 from .samplers.complement import noise_outside
 

@@ -1,15 +1,14 @@
 """Losses over a class table: used like torch.nn.LinearCrossEntropyLoss, with the same constructor order and the same `.linear`."""
 
 import numbers
-from typing import Any, Dict, Iterable, List, Optional, Type, TypeVar, Union
+from typing import Any, Dict, Iterable, List, Optional, Type, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
 from . import retrieval
-from ._checks import as_ids, check_count, check_number, check_target_prob
+from ._checks import check_number, check_target_prob
 from ._options import logit_options, option_text
 from ._resize import resize_classes
 from ._table import TableModule, check_linear, check_queries, flattened, make_linear, refuse_parametrized
@@ -497,15 +496,3 @@ class CandidateLoss(LinearLoss):
         ids, log_count, target_log_count, distinct = columns_of(sets)
         return torch.ops.xsoftmax.sampled_softmax_loss(input, self.linear.weight, self.linear.bias, target, ids, log_count, target_log_count,
                                                        distinct, self.weight, log_z, self._options, target_prob)
-
-
-def different_ids(owner: str, argument: str, ids: Union[int, Numbers], num_classes: int, device: Device) -> Tensor:
-    """A set of classes, the first so many or those of a 1-D int64 tensor, an array or a list: sorted, int64; checked."""
-    if isinstance(ids, (list, tuple, range, np.ndarray)):
-        ids = as_ids(owner, argument, ids)
-    if not isinstance(ids, Tensor):
-        count = check_count(owner, argument, ids, 0)  # type: ignore[arg-type]
-        if count > num_classes:
-            raise ValueError(f"{owner}: expected {argument} in [0, {num_classes}], got {count}")
-        return torch.arange(count, device=device)
-    return torch.ops.xsoftmax.different_ids(ids.to(device), num_classes, owner, argument)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ._checks import check_count, check_generator, check_tensor
+from ._checks import check_count, check_generator, check_tensor, different_ids
 from ._memory import device_of_values, moved_table
 from .estimators import check_estimator, has_noise, has_normalizer, is_registered, registered_loss
-from .linear_losses import CandidateLoss, different_ids
+from .linear_losses import CandidateLoss
 from ._typing import Numbers
 from .samplers import CandidateSet, FixedSampler, Sampler, UnionSampler, columns_of, make_sampler
 from .samplers.complement import noise_outside

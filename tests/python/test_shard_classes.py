@@ -52,8 +52,8 @@ def loss_of(sampler, options, seed=0):
 
 
 def batches(size, step, options="plain", ignored=0.0):
-    """Of all ranks, of different sizes; some queries are ignored, and `ignored` is added to them; in odd steps the first
-    rank has none."""
+    """Returns a batch for each rank, of different sizes, in odd steps an empty one for the first rank. Adds `ignored` to
+    the queries that are ignored."""
     random = torch.Generator().manual_seed(step)
     result = []
     for rank in range(size):

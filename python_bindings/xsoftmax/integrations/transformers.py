@@ -128,7 +128,7 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], *, name: Optional[str
         alone.
 
     Raises:
-        UnsupportedHeadError (a TypeError): a head that is no plain nn.Linear, or that is followed
+        UnsupportedHeadError: which is a TypeError; a head that is no plain nn.Linear, or that is followed
             by a bias that trains and is no parameter [N]; at the first call with labels, a model
             whose objective is not the cross entropy of its head's logits, changed at most by a
             bias, a scale and a soft cap, or one with another `logit_scale` or `softcap` than the

@@ -259,10 +259,10 @@ class RowOptimizer(torch.optim.Optimizer):
         for (number, group), param in zip(numbers, params) if len(numbers) == len(params) else ():  # else torch.optim says so
             state = state_dict["state"].get(number)
             for name, value in state.items() if isinstance(state, dict) else ():
-                # `owed` has room for steps, not for rows, and an absent tensor is of size 0.
-                is_of_rows = name in self._state_names and name not in ("step", "owed") and isinstance(value, torch.Tensor) and (
-                    value.dim() > 0 and value.numel() > 0)
-                if is_of_rows and value.shape not in (param.shape, param.shape[:1]):
+                # `step` is a number, `owed` has room for steps, and an absent tensor is of size 0.
+                may_have_rows = name in self._state_names and name not in ("step", "owed")
+                has_rows = may_have_rows and isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
+                if has_rows and value.shape not in (param.shape, param.shape[:1]):
                     raise ValueError(f"{self._name}: expected {name} of parameter {number} with the shape {list(param.shape)} of the parameter or a number for "
                                      f"each of its rows, got {list(value.shape)}: a table loads the state of as many rows as it has (resize_classes)")
             if isinstance(state, dict):

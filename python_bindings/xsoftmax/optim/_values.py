@@ -72,14 +72,21 @@ def check_state_values(owner: str, number: Any, state: Dict[str, Any]) -> None:
             _check_step(expected, value)
         elif name == "last_step":
             _check_last_step(expected, value, readable.get("step"))
-        elif name != "owed" and not value.is_floating_point():
-            raise TypeError(f"{expected} of a floating dtype, got {str(value.dtype).removeprefix('torch.')}")
-        elif name != "owed" and value.layout == torch.strided and value.numel() > 0:
-            low, high = (end.item() for end in torch.aminmax(value))  # NaN where there is one
-            if name in _SQUARES and not low >= 0:
-                raise ValueError(f"{expected}, which adds up squares, with values of at least 0, got {low}")
-            if name not in _SQUARES and not -np.inf < low <= high < np.inf:
-                raise ValueError(f"{expected} with finite values, got {low if not low > -np.inf else high}")
+        elif name != "owed":
+            _check_moments(expected, value, is_square=name in _SQUARES)
+
+
+def _check_moments(expected: str, moments: Tensor, is_square: bool) -> None:
+    """Checks state with a number for each element or row."""
+    if not moments.is_floating_point():
+        raise TypeError(f"{expected} of a floating dtype, got {str(moments.dtype).removeprefix('torch.')}")
+    if moments.layout != torch.strided or moments.numel() == 0:
+        return
+    low, high = (end.item() for end in torch.aminmax(moments))  # NaN where there is one
+    if is_square and not low >= 0:
+        raise ValueError(f"{expected}, which adds up squares, with values of at least 0, got {low}")
+    if not is_square and not -np.inf < low <= high < np.inf:
+        raise ValueError(f"{expected} with finite values, got {low if not low > -np.inf else high}")
 
 
 def _check_step(expected: str, step: Tensor) -> None:
@@ -93,7 +100,7 @@ def _check_step(expected: str, step: Tensor) -> None:
 
 
 def _check_last_step(expected: str, last: Tensor, step: Any) -> None:
-    """Steps of rows; their dtype and shape are checked with the state of rows."""
+    """Checks the last step of each row; dtype and shape are checked with the state of rows."""
     if last.dtype != torch.int32 or last.numel() == 0 or not isinstance(step, Tensor):
         return
     low, high, limit = int(last.min()), int(last.max()), int(step)
