@@ -94,6 +94,7 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/alias_sample.cpp
   csrc/samplers/alias_sample_cpu.cpp
   csrc/samplers/candidate_set.cpp
+  csrc/samplers/cane_kind.cpp
   csrc/samplers/complement_kind.cpp
   csrc/samplers/complement_module.cpp
   csrc/samplers/complement_sample.cpp

@@ -3,6 +3,8 @@
 
 #include "core/optional.h"
 
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -136,6 +138,25 @@ at::Tensor readable(const at::Tensor& tensor) {
     return tensor;
   }
   return (tensor._is_zerotensor() ? tensor.clone() : tensor.resolve_neg()).contiguous();
+}
+
+bool is_plain(const at::Tensor& tensor) {
+  return (tensor.is_cpu() || tensor.is_cuda()) && !at::isTensorSubclassLike(tensor) && !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
+}
+
+bool can_read(const at::Tensor& tensor) { return tensor.is_cpu() && is_plain(tensor); }
+
+bool has_gradient(const at::Tensor& tensor) { return tensor.requires_grad() || tensor._fw_grad(0).defined(); }
+
+int64_t number_of(const at::Tensor& tensor) { return can_read(tensor) ? *tensor.const_data_ptr<int64_t>() : tensor.item<int64_t>(); }
+
+void add_to_number(const at::Tensor& tensor, int64_t amount) {
+  if (!can_read(tensor)) {
+    tensor.add_(amount);
+    return;
+  }
+  *tensor.mutable_data_ptr<int64_t>() += amount;
+  tensor.unsafeGetTensorImpl()->bump_version();
 }
 
 void given_tensors(const char* op, std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors) {

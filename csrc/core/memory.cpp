@@ -1,5 +1,6 @@
 #include "core/memory.h"
 
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -108,6 +109,17 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("advise_huge_pages(Tensor tensor) ->
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("advise_huge_pages", advise_huge_pages); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("advise_huge_pages", [](const at::Tensor&) {});
+}
+
+at::Tensor strided_view(const at::Tensor& tensor, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t first) {
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(tensor.storage()), tensor.key_set(), tensor.dtype());
+  view.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset() + first);
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  return view;
+}
+
+at::Tensor transposed(const at::Tensor& matrix) {
+  return strided_view(matrix, {matrix.size(1), matrix.size(0)}, {matrix.stride(1), matrix.stride(0)});
 }
 
 } // namespace xsoftmax

@@ -18,4 +18,9 @@ void advise_huge_pages(const at::Tensor& tensor);
 at::Tensor table_empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 at::Tensor table_zeros(at::IntArrayRef sizes, const at::TensorOptions& options);
 
+/// at::as_strided, counted from the first element of `tensor`, and the transpose of a matrix, as they are below autograd:
+/// a kernel that makes a view of its own memory need not ask the dispatcher for it.
+at::Tensor strided_view(const at::Tensor& tensor, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t first = 0);
+at::Tensor transposed(const at::Tensor& matrix);
+
 } // namespace xsoftmax

@@ -17,6 +17,7 @@ namespace {
 
 using at::Tensor;
 
+constexpr int64_t kFewTerms = 4096; // in all sums of a product: a call of ATen takes longer
 constexpr int64_t kRowsOfBlocks = 16; // of left: for fewer, laying out the operands costs more than is won
 
 // What environment variable `name` chooses out of `yes` and `no`; where it is not set, whether `yes` pays on this CPU. possible, else why not: `yes` can be
@@ -56,6 +57,29 @@ bool takes_float32_blocks(const Tensor& out, const Tensor& left, const Tensor& r
   return out.scalar_type() == at::kFloat && out.stride(1) == 1 && takes_float32_blocks(left, right);
 }
 
+bool is_small(const Tensor& out, const Tensor& left, const Tensor& right) {
+  const auto dtype = out.scalar_type();
+  return out.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble) && left.scalar_type() == dtype && right.scalar_type() == dtype &&
+      out.numel() * left.size(1) <= kFewTerms;
+}
+
+template <typename T>
+void small_product(const Tensor& out, const Tensor& left, const Tensor& right, bool add) {
+  T* const to = data<T>(out);
+  const T *const a = const_data<T>(left), *const b = const_data<T>(right);
+  const int64_t terms = left.size(1), columns = right.size(1);
+  for (int64_t i = 0; i < left.size(0); ++i) {
+    for (int64_t j = 0; j < columns; ++j) {
+      T sum = 0;
+      for (int64_t k = 0; k < terms; ++k) {
+        sum += a[i * left.stride(0) + k * left.stride(1)] * b[k * right.stride(0) + j * right.stride(1)];
+      }
+      T& element = to[i * out.stride(0) + j * out.stride(1)];
+      element = add ? element + sum : sum;
+    }
+  }
+}
+
 } // namespace
 
 bool float32_blocks_pay() {
@@ -79,6 +103,8 @@ void multiply(const Tensor& given_out, const Tensor& left, const Tensor& right, 
   Tensor out = given_out;
   if (options.bfloat16) {
     bfloat16_block_product(out, left, right, options.add);
+  } else if (is_small(out, left, right)) {
+    out.scalar_type() == at::kFloat ? small_product<float>(out, left, right, options.add) : small_product<double>(out, left, right, options.add);
   } else if (takes_float32_blocks(out, left, right)) {
     float32_block_product(out, left, right, options.add);
   } else if (out.scalar_type() != left.scalar_type() || out.scalar_type() != right.scalar_type()) {

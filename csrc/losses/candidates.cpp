@@ -2,8 +2,8 @@
 
 #include "core/checks.h"
 #include "core/shape_checks.h"
+#include "samplers/candidate_set.h"
 
-#include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/logaddexp.h>
 
@@ -21,8 +21,6 @@ bool is_private(const CandidateSet& set) { return set.ids.dim() == 2; }
 // Where a set stands among the columns.
 int place(const CandidateSet& set) { return (is_private(set) ? 0 : 2) + (set.distinct ? 0 : 1); }
 
-Tensor joined(const std::vector<Tensor>& parts) { return parts.size() == 1 ? parts[0] : at::cat(parts, -1); }
-
 // The columns of the sets of one kind.
 struct Columns {
   std::vector<Tensor> ids, log_count;
@@ -36,17 +34,16 @@ struct Columns {
     distinct += set.distinct ? set.ids.sym_size(-1).guard_int(__FILE__, __LINE__) : 0;
   }
 
-  OptionalTensor all_ids() const { return ids.empty() ? std::nullopt : OptionalTensor(joined(ids)); }
+  OptionalTensor all_ids() const { return ids.empty() ? std::nullopt : OptionalTensor(side_by_side(ids, 0)); }
   OptionalTensor all_counts(const c10::SymInt& queries) const {
     if (ids.empty()) {
       return std::nullopt;
     }
     std::vector<Tensor> counts = log_count;
     for (Tensor& count : counts) {
-      count = by_query && count.dim() == 1 ? count.unsqueeze(0).expand_symint({queries, count.sym_size(0)}) : count;
       count = count.scalar_type() == counts[0].scalar_type() ? count : count.to(counts[0].scalar_type());
     }
-    return joined(counts);
+    return side_by_side(counts, queries, by_query);
   }
 };
 

@@ -1,6 +1,7 @@
 #include "core/checks.h"
 #include "core/optional.h"
-#include "samplers/candidate_set.h"
+#include "losses/sampled_step.h"
+#include "samplers/cane_kind.h"
 #include "losses/modules.h"
 #include "losses/reduction.h"
 
@@ -87,43 +88,47 @@ std::vector<std::shared_ptr<samplers::SamplerImpl>> CaneLossImpl::samplers_of_ta
   return found;
 }
 
-Tensor CaneLossImpl::find_candidates(const Tensor& queries, const Tensor& target, at::IntArrayRef batch, const std::optional<Tensor>& given_ids,
-                                     std::optional<at::Generator> generator) {
+namespace {
+
+UnionPart candidates_of(const Tensor& input, const std::optional<Tensor>& given_ids, const Tensor& fixed, const std::shared_ptr<samplers::SamplerImpl>& sampler) {
   if (given(given_ids)) {
-    TORCH_CHECK_VALUE(candidate_sampler == nullptr && !candidates_.defined(), kName,
-                      ": expected no candidates in the call of a loss that has its own, got some");
+    TORCH_CHECK_VALUE(sampler == nullptr && !fixed.defined(), kName, ": expected no candidates in the call of a loss that has its own, got some");
     const Tensor& ids = *given_ids;
-    TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() >= 1 && ids.sizes().slice(0, ids.dim() - 1) == batch), kName,
+    TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() >= 1 && ids.sizes().slice(0, ids.dim() - 1) == input.sizes().slice(0, input.dim() - 1)), kName,
                       ": expected candidates of shape [C], or that of target with one more dimension, got ", ids.sizes());
-    return candidate_set(ids.dim() <= 2 ? ids : ids.flatten(0, -2), num_classes_);
+    return given_candidates(ids.dim() <= 2 ? ids : ids.flatten(0, -2));
   }
-  if (candidates_.defined()) {
-    return candidates_ = candidates_.to(queries.device());
+  if (fixed.defined()) {
+    return {/*shared=*/true, /*distinct=*/true, [fixed](const DrawRequest&) -> Proposal { return {head_set(fixed)}; }, {}};
   }
-  TORCH_CHECK_VALUE(candidate_sampler != nullptr, kName, ": expected candidates in each call of a loss whose options have none, got none");
-  candidate_sampler->prepare(linear->weight, optional(linear->bias), generator);
-  // Candidates must not look at the target: it says no more than which queries count.
-  const Proposal sets = candidate_sampler->sample(queries, target.clamp_max(0), generator);
-  std::vector<Tensor> ids;
-  c10::List<bool> distinct;
-  for (const CandidateSet& set : sets) {
-    ids.push_back(set.ids);
-    distinct.push_back(set.distinct);
-  }
-  return drawn_candidates(ids, distinct, queries.size(0), num_classes_);
+  TORCH_CHECK_VALUE(sampler != nullptr, kName, ": expected candidates in each call of a loss whose options have none, got none");
+  return samplers::part_of(sampler);
 }
+
+} // namespace
 
 Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target, const std::optional<Tensor>& candidates, std::optional<at::Generator> generator) {
   if (!is_training()) {
     return exact(input, target);
   }
   check_table(input, target);
-  const auto [queries, counted] = this->counted(input, target);
-  const Tensor found = find_candidates(queries, counted, input.sizes().slice(0, input.dim() - 1), candidates, generator);
-  noise->prepare(linear->weight, optional(linear->bias), generator);
-  const CandidateSet outside = noise->sample_outside(queries, found, counted, generator);
-  const auto [ids, log_count] = present_set(found);
-  return candidate_loss(input, target, {{ids, log_count, {}, true}, outside});
+  const auto outside = [this](const DrawRequest& request, const Tensor& found) {
+    return noise->sample_outside(request.queries, found, request.target.value_or(Tensor()), request.generator);
+  };
+  candidates_ = candidates_.defined() ? candidates_.to(input.device()) : candidates_;
+  const auto sample = [&, part = candidates_of(input, candidates, candidates_, candidate_sampler)](const DrawRequest& request) {
+    return cane_sets(request, part, outside, num_classes_);
+  };
+  const auto prepare = [this](const Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) {
+    if (candidate_sampler != nullptr) {
+      candidate_sampler->prepare(weight, bias, generator);
+    }
+    noise->prepare(weight, bias, generator);
+  };
+  const StepSampler drawing{{/*shared=*/false, /*distinct=*/false, sample, {}}, Tensor(), /*reads_queries=*/true, prepare};
+  return sampled_step({.input = input, .weight = linear->weight, .bias = optional(linear->bias), .target = target, .class_weight = optional(weight),
+                       .generator = std::move(generator), .training = is_training()},
+                      drawing, step_);
 }
 
 } // namespace xsoftmax::nn

@@ -24,6 +24,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <numeric>
 
 namespace xsoftmax {
 namespace {
@@ -54,8 +55,23 @@ CandidateLossState forward_meta(const Tensor& input, const Tensor& weight, const
           at::empty_symint({input.sym_size(0), width}, target.options())};
 }
 
+Tensor as_dtype(const Tensor& tensor, at::ScalarType dtype) { return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype); }
+
+// The sum of share[q] loss[q], without autograd.
 Tensor put_together(const Tensor& loss, const OptionalTensor& share) {
-  return given(share) ? (loss * (share->scalar_type() == loss.scalar_type() ? *share : share->to(loss.scalar_type()))).sum() : loss;
+  if (!given(share)) {
+    return loss;
+  }
+  const Tensor shares = as_dtype(*share, loss.scalar_type());
+  if (!check::can_read(loss) || !check::can_read(shares) || !shares.is_contiguous()) {
+    return (loss * shares).sum();
+  }
+  const Tensor sum = at::empty({}, loss.options());
+  dispatch_sums(loss.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    *data<T>(sum) = T(std::inner_product(const_data<T>(loss), const_data<T>(loss) + loss.numel(), const_data<T>(shares), 0.0));
+  });
+  return sum;
 }
 
 Tensor loss_only(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensors& candidates,
@@ -116,7 +132,7 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
       result = row_gradients_as_grads(gradients, weight.sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
     }
     if (ctx->needs_input_grad(0)) {
-      result[0] = (given(grad) ? scale_gradient(grad_input, grad->unsqueeze(1), input) : grad_input).to(input.scalar_type());
+      result[0] = as_dtype(given(grad) ? scale_gradient(grad_input, grad->unsqueeze(1), input) : grad_input, input.scalar_type());
     }
     result.resize(8);
     return result;
@@ -141,6 +157,17 @@ Tensor loss_autocast(const Tensor& input, const Tensor& weight, const OptionalTe
   return call_loss(input.to(weight.scalar_type()), weight, same, target, candidates, distinct, options, share);
 }
 
+// print_options, which takes longer than to see that they are those of the last step.
+const std::string& text_of(const SampledSoftmaxOptions& options) {
+  thread_local SampledSoftmaxOptions last;
+  thread_local std::string text;
+  if (text.empty() || !(options == last)) {
+    text = print_options(options);
+    last = options;
+  }
+  return text;
+}
+
 } // namespace
 
 LinearLossArguments::LinearLossArguments(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
@@ -161,7 +188,7 @@ LinearLossArguments::LinearLossArguments(const Tensor& input, const Tensor& weig
 
 Tensor linear_candidate_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Candidates& candidates,
                              const SampledSoftmaxOptions& options, const OptionalTensor& share) {
-  return call_loss(input, weight, bias, target, candidates.tensors(), candidates.distinct(), print_options(options), share);
+  return call_loss(input, weight, bias, target, candidates.tensors(), candidates.distinct(), text_of(options), share);
 }
 
 Tensor targets_that_count(const Tensor& target, int64_t ignore_index) { return at::where(target.eq(ignore_index), 0, target); }

@@ -93,6 +93,21 @@ Tensor ids_of_queries(const Tensor& target, const OptionalTensor& private_ids, i
   return ids;
 }
 
+// Of each query its target, 0 where that is ignored, [Q].
+Tensor first_column(const Tensor& row_ids) {
+  const int64_t queries = row_ids.size(0), width = row_ids.size(1);
+  if (width == 1) {
+    return strided_view(row_ids, {queries}, {1});
+  }
+  const Tensor first = at::empty({queries}, row_ids.options());
+  const int64_t* const id = row_ids.const_data_ptr<int64_t>();
+  int64_t* const out = first.mutable_data_ptr<int64_t>();
+  for (int64_t q = 0; q < queries; ++q) {
+    out[q] = id[q * width];
+  }
+  return first;
+}
+
 CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                                      const OptionalTensors& columns, at::IntArrayRef distinct, std::string_view options,
                                                      std::array<bool, 2> wanted, const OptionalTensor& share) {
@@ -104,7 +119,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
   const Candidates& candidates = arguments.candidates;
   const int64_t ignore_index = arguments.options.ignore_index;
   const Tensor row_ids = ids_of_queries(target, candidates.private_ids, ignore_index);
-  const Tensor id = given(candidates.private_ids) ? targets_that_count(target, ignore_index) : row_ids.view({-1});
+  const Tensor id = first_column(row_ids);
   const Tensor shared = given(candidates.shared_ids) ? candidates.shared_ids->contiguous() : at::empty({0}, target.options());
   const int64_t queries = input.size(0), features = input.size(1), row_width = row_ids.size(1);
   const auto dtype = opmath_dtype(input.scalar_type());
@@ -129,12 +144,12 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
   Tensor shared_rows, shared_scores;
   if (shared.size(0) > 0) {
     shared_rows = gather_rows_cpu(table, shared, low);
-    shared_scores = scores.as_strided({queries, shared.size(0)}, {scores.size(1), 1}, row_width);
+    shared_scores = strided_view(scores, {queries, shared.size(0)}, {scores.size(1), 1}, row_width);
     const Tensor& out = shared_scores;
     if (bias_row.defined()) {
       out.copy_(bias_row.index_select(0, shared));
     }
-    multiply(out, low || query.scalar_type() == dtype ? query : query.to(dtype), shared_rows.t(), {.add = bias_row.defined(), .bfloat16 = low});
+    multiply(out, low || query.scalar_type() == dtype ? query : query.to(dtype), transposed(shared_rows), {.add = bias_row.defined(), .bfloat16 = low});
   }
   const LossOperands operands(estimation);
   const Tensor of_query = LossOperands::plain(share, dtype);

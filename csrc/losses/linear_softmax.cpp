@@ -1,5 +1,6 @@
 #include "losses/linear_softmax.h"
 
+#include "core/shape_checks.h"
 #include "core/anomalies.h"
 #include "core/autocast.h"
 #include "core/checks.h"
@@ -309,7 +310,7 @@ void check_ids(const char* op, const Tensor& input, const Tensor& weight, const 
   const bool several = ids.dim() == input.dim() && ids.sym_sizes().slice(0, queries.size()) == queries;
   TORCH_CHECK_VALUE(several || ids.sym_sizes() == queries, op, ": expected ids of shape ", queries,
                     ", input's without its last dimension, or with a number of ids in its place, got ", ids.sym_sizes());
-  if (ids.is_cpu() && !at::isTensorSubclassLike(ids)) {
+  if (check::can_read(ids)) {
     check::class_ids(op, "ids", ids, weight.size(0));
   }
 }

@@ -8,7 +8,6 @@
 #include "losses/several_positives.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/ops/empty.h>
@@ -74,7 +73,7 @@ void check_batch(const char* op, const Tensor& input, const Tensor& target, cons
   check::same_device(op, "target", target, "input", input);
   check::dim(op, "weight", weight, 2);
   check::size(op, "weight", weight, 1, input.sym_size(-1), "the width of input");
-  if (target.is_cpu() && !at::isTensorSubclassLike(target)) { // values can be read
+  if (check::can_read(target)) {
     check::class_ids(op, "target", target, weight.size(0), ignore_index);
   }
   check::finite_queries(op, "input", input, target, ignore_index);
@@ -120,8 +119,6 @@ int64_t count_others(const Tensor& target, int64_t value) {
   return flat.numel() - std::count(data, data + flat.numel(), value);
 }
 
-bool can_read(const Tensor& tensor) { return tensor.is_cpu() && !at::isTensorSubclassLike(tensor); }
-
 } // namespace
 
 OptionalTensor equal_shares(const Tensor& target, const ReductionOptions& options, at::ScalarType dtype) {
@@ -130,7 +127,7 @@ OptionalTensor equal_shares(const Tensor& target, const ReductionOptions& option
   if (code == at::Reduction::None || target.sym_size(0).maybe_as_int() == 0) { // a mean over nothing is not 0
     return std::nullopt;
   }
-  if (can_read(target)) {
+  if (check::can_read(target)) {
     const Tensor shares = at::empty(target.sizes(), floats);
     const double share = code == at::Reduction::Sum ? 1.0 : 1.0 / double(count_others(target, options.ignore_index));
     dispatch_sums(dtype, [&](auto zero) { std::fill_n(data<decltype(zero)>(shares), shares.numel(), decltype(zero)(share)); });
@@ -143,7 +140,7 @@ OptionalTensor equal_shares(const Tensor& target, const ReductionOptions& option
 }
 
 Tensor counted_rows(const Tensor& input, const Tensor& target, const c10::SymInt& ignore_index) {
-  if (can_read(target) && count_others(target, ignore_index.expect_int()) == target.numel()) {
+  if (check::can_read(target) && count_others(target, ignore_index.expect_int()) == target.numel()) {
     return input;
   }
   return input.masked_fill(target.eq(ignore_index).unsqueeze(1), 0);
@@ -159,9 +156,9 @@ std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& gi
       weight.scalar_type() == at::kDouble) {
     check::same_dtype(op, "weight", weight, "input", input);
   }
-  if (given_target.dim() < input.dim() && can_read(given_target) && count_others(given_target, ignore_index) == given_target.numel()) {
+  if (given_target.dim() < input.dim() && check::can_read(given_target) && count_others(given_target, ignore_index) == given_target.numel()) {
     const Tensor queries = as_queries(input.requires_grad() ? input.detach() : input, given_target.sym_numel()), target = as_vector(given_target);
-    return values ? std::tuple(queries.contiguous(), target.clone()) : std::tuple(queries, target);
+    return values ? std::tuple(queries.contiguous(), target) : std::tuple(queries, target);
   }
   Tensor counted;
   if (Tensor target = given_target; has_several(input, target, ignore_index)) {
@@ -176,7 +173,7 @@ std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& gi
   if (!values) {
     return {queries, counted};
   }
-  if (can_read(counts) && counts.all().item<bool>()) {
+  if (check::can_read(counts) && counts.all().item<bool>()) {
     return {queries.contiguous(), counted};
   }
   return {at::where(counts, queries, at::zeros({}, queries.options())), counted};
@@ -189,7 +186,8 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         });
   m.def("counted_queries(Tensor(a) input, Tensor target, Tensor weight, int ignore_index, bool soft=False) -> (Tensor(a) queries, Tensor counted)",
         [](const Tensor& input, const Tensor& target, const Tensor& weight, int64_t ignore_index, bool soft) {
-          return counted_queries(input, target, weight, ignore_index, soft, /*values=*/true);
+          const auto [queries, counted] = counted_queries(input, target, weight, ignore_index, soft, /*values=*/true);
+          return std::tuple(queries, counted.is_alias_of(target) ? counted.clone() : counted);
         });
 }
 

@@ -17,7 +17,6 @@
 #include <xsoftmax/ops.h>
 
 #include <ATen/TensorOperators.h>
-#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/ops/cat.h>
@@ -57,7 +56,7 @@ struct Batch {
     if (!at::autocast::is_autocast_enabled(input.device().type())) { // which casts below
       check::linear(op, queries, weight, bias);
     }
-    if (target.is_cpu() && !at::isTensorSubclassLike(target)) { // values can be read
+    if (check::can_read(target)) {
       check::class_ids(op, "target", target, tree.class_node.size(0), ignore_index);
     }
     check::finite_queries(op, "input", input, target, ignore_index);

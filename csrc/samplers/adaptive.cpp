@@ -112,14 +112,14 @@ PrivateDraws adaptive_sample(std::string_view family, const Tensor& seed, const 
   check::given_tensors("adaptive_sample", {{"seed", &seed}, {"queries", &queries}});
   const std::shared_lock guard(lock_of("adaptive_sample", index));
   return operator_of<PrivateDraws(const Tensor&, const Tensor&, const OptionalTensor&, at::TensorList, std::string_view)>(family, "_sample")
-      .call(seed, queries.detach(), target, detached(index), options);
+      .call(seed, detached(queries), target, detached(index), options);
 }
 
 Tensor adaptive_log_count(std::string_view family, const Tensor& queries, const Tensor& ids, at::TensorList index, std::string_view options) {
   check::given_tensors("adaptive_log_count", {{"queries", &queries}, {"ids", &ids}});
   const std::shared_lock guard(lock_of("adaptive_log_count", index));
   return operator_of<Tensor(const Tensor&, const Tensor&, at::TensorList, std::string_view)>(family, "_log_count")
-      .call(queries.detach(), ids, detached(index), options);
+      .call(detached(queries), ids, detached(index), options);
 }
 
 Tensor adaptive_refresh_(std::string_view family, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList index,
@@ -128,7 +128,7 @@ Tensor adaptive_refresh_(std::string_view family, const Tensor& weight, const Op
   const std::lock_guard guard(state_lock(step));
   return operator_of<Tensor(const Tensor&, const OptionalTensor&, const Tensor&, at::TensorList, std::string_view, std::optional<at::Generator>)>(family,
                                                                                                                                                   "_refresh_")
-      .call(weight.detach(), detached(bias), step, detached(index), options, std::move(generator));
+      .call(detached(weight), detached(bias), step, detached(index), options, std::move(generator));
 }
 
 void adaptive_step_(std::string_view family, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList index,
@@ -136,7 +136,7 @@ void adaptive_step_(std::string_view family, const Tensor& weight, const Optiona
   check::given_tensors("adaptive_step_", {{"weight", &weight}, {"step", &step}});
   const std::lock_guard guard(state_lock(step));
   operator_of<void(const Tensor&, const OptionalTensor&, const Tensor&, at::TensorList, std::string_view, std::optional<at::Generator>)>(family, "_step_")
-      .call(weight.detach(), detached(bias), step, detached(index), options, std::move(generator));
+      .call(detached(weight), detached(bias), step, detached(index), options, std::move(generator));
 }
 
 bool refresh_is_due(int64_t step, int64_t every) {
@@ -151,8 +151,10 @@ bool refresh_is_due(int64_t step, int64_t every) {
   return false;
 }
 
+bool next_refresh_is_due(const Tensor& step, int64_t every) { return refresh_is_due(check::number_of(step), every); }
+
 ClassTable::ClassTable(const Tensor& weight, const OptionalTensor& bias, bool whole)
-    : weight(weight.detach()), bias(given(bias) ? OptionalTensor(bias->detach()) : std::nullopt) {
+    : weight(detached(weight)), bias(given(bias) ? OptionalTensor(bias->detach()) : std::nullopt) {
   const at::NoGradGuard guard;
   if (whole) {
     settle(weight);
@@ -327,7 +329,7 @@ Tensor counted_queries(const Tensor& queries, const OptionalTensor& target) {
 }
 
 RecentClasses::RecentClasses(const char* op, const Tensor& recent, int64_t drawn, int64_t num_classes)
-    : count_(recent.is_cpu() ? *recent.const_data_ptr<int64_t>() : recent.item<int64_t>()), first_(num_classes - count_), drawn_(drawn) {
+    : count_(check::number_of(recent)), first_(num_classes - count_), drawn_(drawn) {
   TORCH_CHECK_VALUE(count_ == 0 || (count_ > 0 && count_ < drawn), op, ": expected recent in [0, ", drawn, "), the classes that are drawn, got ", count_);
 }
 
@@ -354,7 +356,7 @@ PrivateDraws RecentClasses::join(const Tensor& seed, const std::optional<c10::Sy
 
 std::vector<Tensor> detached(at::TensorList tensors) {
   std::vector<Tensor> plain;
-  std::transform(tensors.begin(), tensors.end(), std::back_inserter(plain), [](const Tensor& tensor) { return tensor.detach(); });
+  std::transform(tensors.begin(), tensors.end(), std::back_inserter(plain), [](const Tensor& tensor) { return detached(tensor); });
   return plain;
 }
 
@@ -374,6 +376,7 @@ Tensor with_bias_column(const Tensor& rows, const OptionalTensor& bias, int64_t 
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("next_refresh_is_due(Tensor step, int every) -> bool");
   m.def("adaptive_index(str family, str owner, int num_classes, int dim, Tensor exclude, str options) -> Tensor[]");
   m.def("adaptive_resize(str family, str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) -> Tensor[]");
   m.def("adaptive_grow(str family, str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) -> Tensor[]");
@@ -394,10 +397,15 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("next_refresh_is_due", next_refresh_is_due);
   m.impl("adaptive_index", adaptive_index);
   m.impl("adaptive_resize", adaptive_resize);
   m.impl("adaptive_grow", adaptive_grow);
   m.impl("adaptive_grow_", adaptive_grow_);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("next_refresh_is_due", [](const Tensor&, int64_t) { return false; }); // a number that is not there
 }
 
 } // namespace xsoftmax

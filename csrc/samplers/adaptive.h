@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core/optional.h"
+#include "core/shape_checks.h"
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/List.h>
@@ -73,6 +74,8 @@ void adaptive_step_(std::string_view family, const at::Tensor& weight, const Opt
 /// Whether an index is rebuilt before a step: at step 0, at multiples of `every` (0: never again), and before that at every / 32, / 16, ...
 /// / 2, since the table changes fastest at the start.
 bool refresh_is_due(int64_t step, int64_t every);
+/// next_refresh_is_due(step, every) -> bool: the same of the number that `step` is; false where it has no value.
+bool next_refresh_is_due(const at::Tensor& step, int64_t every);
 
 /// A class table as an index reads it: weight and bias, detached, after what row optimizers owe them is made up (optim/settle.h). `whole`: all
 /// rows of the weight will be read; without it they are left as they are.
@@ -167,7 +170,8 @@ inline OptionalTensor to_cpu(const OptionalTensor& tensor) { return given(tensor
 
 /// What an index is written with and read by has no gradient.
 std::vector<at::Tensor> detached(at::TensorList tensors);
-inline OptionalTensor detached(const OptionalTensor& tensor) { return given(tensor) ? OptionalTensor(tensor->detach()) : tensor; }
+inline at::Tensor detached(const at::Tensor& tensor) { return check::has_gradient(tensor) ? tensor.detach() : tensor; }
+inline OptionalTensor detached(const OptionalTensor& tensor) { return given(tensor) ? OptionalTensor(detached(*tensor)) : tensor; }
 
 /// Rows in float32 as `width` asks: as they are, or with one more column, the bias or 1 where none is given.
 at::Tensor with_bias_column(const at::Tensor& rows, const OptionalTensor& bias, int64_t width);

@@ -2,6 +2,7 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "core/impl.h"
 #include "core/options.h"
 #include "samplers/adaptive.h"
@@ -361,12 +362,12 @@ class AdaptiveFamily {
   static void one_step(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
                        std::optional<at::Generator> generator, const Between& between) {
     const Sampler sampler = checked_refresh(stepping(), weight, bias, step, others, text);
-    if (refresh_is_due(sampler.index.step.template item<int64_t>(), sampler.options.refresh_every)) {
+    if (refresh_is_due(check::number_of(sampler.index.step), sampler.options.refresh_every)) {
       refreshed(stepping(), weight, bias, sampler, std::move(generator));
     } else {
       between(sampler);
     }
-    sampler.index.step.add_(1);
+    check::add_to_number(sampler.index.step, 1);
   }
 
   static void step_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,

@@ -60,7 +60,7 @@ class MidxKind : public AdaptiveKind<samplers::MidxOptions> {
       using Note = void(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&);
       static const auto note = samplers::find_op<Note>("xsoftmax::midx_note_");
       const at::TensorList index = sampler.tensors();
-      note.call(index[kTouched], spread ? OptionalTensor(index[kQuerySquare]) : std::nullopt, index.back(), request.queries.detach(), request.target,
+      note.call(index[kTouched], spread ? OptionalTensor(index[kQuerySquare]) : std::nullopt, index.back(), detached(request.queries), request.target,
                 sets[0].ids);
     }
     return sets;

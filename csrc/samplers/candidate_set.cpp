@@ -1,9 +1,9 @@
 #include "samplers/candidate_set.h"
 
+#include "core/shape_checks.h"
 #include "core/checks.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -71,7 +71,7 @@ void check_given(const std::string& owner, const Tensor& negatives, const Option
                       ", got ", log_count->sym_sizes());
     check::same_device(op, "negative_log_count", *log_count, "negatives", negatives);
   }
-  if (negatives.is_cpu() && !at::isTensorSubclassLike(negatives)) { // values can be read
+  if (check::can_read(negatives)) {
     check::class_ids(op, "negatives", negatives, num_classes, -1);
   }
 }
@@ -162,6 +162,50 @@ Tensor candidate_set_meta(const Tensor& ids, int64_t num_classes) {
 }
 
 } // namespace
+
+namespace {
+
+template <typename T>
+void copy_columns(const Tensor& part, const Tensor& all, int64_t first) {
+  const int64_t rows = all.size(0), width = part.size(-1), row_step = part.dim() == 2 ? part.stride(0) : 0, step = part.stride(-1);
+  const T* const from = part.const_data_ptr<T>();
+  T* const to = all.mutable_data_ptr<T>() + first;
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t j = 0; j < width; ++j) {
+      to[row * all.stride(0) + j] = from[row * row_step + j * step];
+    }
+  }
+}
+
+} // namespace
+
+Tensor side_by_side(at::TensorList parts, const c10::SymInt& rows, bool by_rows) {
+  const auto has_rows = [](const Tensor& part) { return part.dim() == 2; };
+  by_rows = by_rows || std::any_of(parts.begin(), parts.end(), has_rows);
+  if (parts.size() == 1 && has_rows(parts[0]) == by_rows) {
+    return parts[0];
+  }
+  const auto dtype = parts[0].scalar_type();
+  const bool copies = std::all_of(parts.begin(), parts.end(), [](const Tensor& part) { return check::can_read(part) && !check::has_gradient(part); });
+  if (!copies || !by_rows || (dtype != at::kLong && dtype != at::kFloat)) {
+    std::vector<Tensor> columns;
+    for (const Tensor& part : parts) {
+      columns.push_back(by_rows && !has_rows(part) ? part.unsqueeze(0).expand_symint({rows, part.sym_size(0)}) : part);
+    }
+    return columns.size() == 1 ? columns[0] : at::cat(columns, -1);
+  }
+  int64_t width = 0;
+  for (const Tensor& part : parts) {
+    width += part.size(-1);
+  }
+  const Tensor all = at::empty({rows.expect_int(), width}, parts[0].options());
+  int64_t first = 0;
+  for (const Tensor& part : parts) {
+    dtype == at::kLong ? copy_columns<int64_t>(part, all, first) : copy_columns<float>(part, all, first);
+    first += part.size(-1);
+  }
+  return all;
+}
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("candidate_set(Tensor ids, int num_classes) -> Tensor");

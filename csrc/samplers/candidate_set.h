@@ -36,4 +36,8 @@ at::Tensor present_log_count(const at::Tensor& present, const at::Tensor& log_co
 // owner and argument: TypeError, IndexError, or ValueError for a class that stands twice. For constructors: reads values.
 at::Tensor different_ids(const at::Tensor& ids, int64_t num_classes, std::string_view owner, std::string_view argument);
 
+/// Joins ids, or log counts, of sets along the last dimension: [sum M] of parts [M], [rows, sum M] where one of them is [rows, M]
+/// or `by_rows`. All of one dtype. The part itself where it is the only one and has that shape.
+at::Tensor side_by_side(at::TensorList parts, const c10::SymInt& rows, bool by_rows = false);
+
 } // namespace xsoftmax

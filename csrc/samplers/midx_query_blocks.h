@@ -1,7 +1,9 @@
 #pragma once
 
 #include "core/checks.h"
+#include "core/memory.h"
 #include "core/optional.h"
+#include "core/products.h"
 #include "samplers/midx_query_rows.h"
 #include "samplers/midx_sample.h"
 #include "samplers/midx_sets.h"
@@ -9,7 +11,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 
 #include <cmath>
 
@@ -102,8 +103,10 @@ inline MidxQueries midx_query_block(const at::Tensor& input, const CheckedMidxIn
   const int64_t n = input.size(0), k = checked.codewords;
   const at::Tensor product = midx_products(input, checked.products);
   const auto options = product.options().dtype(at::kDouble);
-  MidxQueries queries{at::empty({n, 2, k}, options), at::empty({n, 2, k}, options), at::empty({n, k}, options), at::empty({n}, options),
-                      at::empty({n}, options)};
+  const at::Tensor all = at::empty({n * (5 * k + 2)}, options);
+  const auto part = [&](at::IntArrayRef sizes, at::IntArrayRef strides, int64_t first) { return strided_view(all, sizes, strides, n * first); };
+  MidxQueries queries{part({n, 2, k}, {2 * k, k, 1}, 0), part({n, 2, k}, {2 * k, k, 1}, 2 * k), part({n, k}, {k, 1}, 4 * k), part({n}, {1}, 5 * k),
+                      part({n}, {1}, 5 * k + 1)};
   double *score = queries.score.mutable_data_ptr<double>(), *exp = queries.exp.mutable_data_ptr<double>();
   double *z = queries.z.mutable_data_ptr<double>(), *log_z = queries.log_z.mutable_data_ptr<double>();
   const MidxQueryTable& rows = midx_query_rows();
@@ -112,7 +115,7 @@ inline MidxQueries midx_query_block(const at::Tensor& input, const CheckedMidxIn
     log_z[q] = product.scalar_type() == at::kFloat ? rows.f32.function(score + at, exp + at, product.const_data_ptr<float>() + at, k, kMidxRange)
                                                    : rows.f64.function(score + at, exp + at, product.const_data_ptr<double>() + at, k, kMidxRange);
   }
-  at::mm_out(queries.first_probability, queries.exp.select(1, 1), checked.mass.t());
+  multiply(queries.first_probability, strided_view(queries.exp, {n, k}, {2 * k, 1}, k), transposed(checked.mass));
   double* probability = queries.first_probability.mutable_data_ptr<double>();
   for (int64_t q = 0; q < n; ++q) {
     z[q] = rows.normalize(probability + q * k, probability + q * k, exp + q * 2 * k, k);
@@ -131,7 +134,8 @@ void for_midx_blocks(const at::Tensor& input, const CheckedMidxIndex& checked, i
     const at::AutoDispatchBelowADInplaceOrView guard;
     for (int64_t b = first * per_task; b < std::min(blocks, last * per_task); ++b) {
       const int64_t begin = b * kMidxBlock;
-      task(begin, midx_query_block(input.narrow(0, begin, std::min(kMidxBlock, input.size(0) - begin)), checked));
+      const at::Tensor block = strided_view(input, {std::min(kMidxBlock, input.size(0) - begin), input.size(1)}, input.strides(), begin * input.stride(0));
+      task(begin, midx_query_block(block, checked));
     }
   });
 }

@@ -2,6 +2,7 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "core/impl.h"
 #include "core/optional.h"
 #include "core/uniform_draws.h"
@@ -324,13 +325,13 @@ void MidxFamily::leave_out(MidxIndex& index, int64_t count) {
 Tensor MidxFamily::refresh(const char* op, const ClassTable& table, const MidxIndex& index, const MidxOptions& options,
                            const std::optional<at::Generator>& generator) {
   const Tensor statistics = with_seed(table.weight.device(), generator,
-                                      [&](const Tensor& seed) { return xsoftmax::refresh(op, seed, table, index, options, index.step.item<int64_t>() > 0); });
+                                      [&](const Tensor& seed) { return xsoftmax::refresh(op, seed, table, index, options, check::number_of(index.step) > 0); });
   midx_copy_table(table, index);
   return statistics;
 }
 
 void MidxFamily::between_refreshes(const char* op, const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index, const MidxOptions& options) {
-  const bool whole = given(index.table), due = given(index.touched) && index.step.item<int64_t>() % options.update_every == 0;
+  const bool whole = given(index.table), due = given(index.touched) && check::number_of(index.step) % options.update_every == 0;
   if (!whole && !due) {
     return;
   }

@@ -1,8 +1,10 @@
 #include "samplers/midx_sample.h"
 
 #include "core/dtypes.h"
+#include "core/memory.h"
 #include "core/optional.h"
 #include "core/products.h"
+#include "core/shape_checks.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/TensorOperators.h>
@@ -60,21 +62,36 @@ Tensor MidxFamily::log_count_reference(const Tensor& queries, const Tensor& ids,
 }
 
 MidxCodewords::MidxCodewords(const Tensor& queries, const MidxIndex& index) : dtype(opmath_dtype(queries.scalar_type())), residual(index.residual) {
-  if (residual) {
-    both = at::cat({index.codewords1, index.codewords2}).to(dtype);
-  } else {
-    first = index.codewords1.to(dtype);
-    second = index.codewords2.to(dtype);
-  }
+  const auto cast = [&](const Tensor& codewords) { return codewords.scalar_type() == dtype ? codewords : codewords.to(dtype); };
+  first = cast(index.codewords1);
+  second = cast(index.codewords2);
 }
 
+namespace {
+
+Tensor products_on_cpu(const Tensor& x, const MidxCodewords& codewords) {
+  const int64_t n = x.size(0), k = codewords.first.size(0), width1 = codewords.first.size(1);
+  const Tensor products = at::empty({n, 2 * k}, x.options());
+  const Tensor second_input = codewords.residual ? x : strided_view(x, {n, codewords.second.size(1)}, x.strides(), width1 * x.stride(1));
+  const Tensor first_input = codewords.residual ? x : strided_view(x, {n, width1}, x.strides());
+  multiply(strided_view(products, {n, k}, {2 * k, 1}), first_input, transposed(codewords.first));
+  multiply(strided_view(products, {n, k}, {2 * k, 1}, k), second_input, transposed(codewords.second));
+  return products;
+}
+
+} // namespace
+
 Tensor midx_products(const Tensor& input, const MidxCodewords& codewords) {
-  const Tensor x = input.to(codewords.dtype);
-  if (codewords.residual) {
-    return product(x, codewords.both.t());
+  const auto& [dtype, residual, first, second] = codewords;
+  const Tensor x = input.scalar_type() == dtype ? input : input.to(dtype);
+  if (check::can_read(x)) {
+    return products_on_cpu(x, codewords);
   }
-  const int64_t width1 = codewords.first.size(1);
-  return at::cat({product(x.narrow(1, 0, width1), codewords.first.t()), product(x.narrow(1, width1, codewords.second.size(1)), codewords.second.t())}, 1);
+  if (residual) {
+    return product(x, at::cat({first, second}).t());
+  }
+  const int64_t width1 = first.size(1);
+  return at::cat({product(x.narrow(1, 0, width1), first.t()), product(x.narrow(1, width1, second.size(1)), second.t())}, 1);
 }
 
 MidxQueries midx_queries(const Tensor& input, const MidxCodewords& codewords, const Tensor& mass) {

@@ -28,14 +28,13 @@ struct MidxCodewords {
 
   at::ScalarType dtype;
   bool residual;
-  at::Tensor both;          ///< [2 K, D], of a residual quantizer
-  at::Tensor first, second; ///< [K, D1], [K, D2], of a product quantizer
+  at::Tensor first, second; ///< [K, D] of a residual quantizer, [K, D1], [K, D2] of a product quantizer
 };
 
 /// What a block of queries knows of the codewords, contiguous, float64: scores of both codebooks (not lower than the best less kMidxRange)
 /// and e^score over that of the best, both [Q, 2, K]; P1(k1) [Q, K]; z [Q], Z over e^score of the best of both, and log Z [Q].
 struct MidxQueries { at::Tensor score, exp, first_probability, z, log_z; };
-/// Products of queries with all codewords: [Q, 2 K].
+/// Products of queries with all codewords: [Q, 2 K]. Contiguous.
 at::Tensor midx_products(const at::Tensor& input, const MidxCodewords& codewords);
 MidxQueries midx_queries(const at::Tensor& input, const MidxCodewords& codewords, const at::Tensor& mass);
 

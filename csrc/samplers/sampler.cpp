@@ -1,13 +1,17 @@
 #include <xsoftmax/sampler.h>
 
+#include "core/shape_checks.h"
 #include "samplers/modules.h"
 
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/randint.h>
 
 #include <torch/serialize/input-archive.h>
 
 #include <algorithm>
 #include <limits>
+#include <mutex>
 
 namespace xsoftmax::samplers {
 
@@ -16,7 +20,16 @@ using at::Tensor;
 Tensor draw_seed(const Tensor& queries, const std::optional<at::Generator>& generator) {
   TORCH_CHECK_VALUE(!generator.has_value() || !generator->defined() || generator->device().type() == queries.device().type(),
                     "sample: expected generator on the queries' device ", queries.device(), ", got one on ", generator->device());
-  return at::randint(0, std::numeric_limits<int64_t>::max(), {}, generator, at::TensorOptions(at::kLong).device(queries.device()));
+  constexpr int64_t limit = std::numeric_limits<int64_t>::max();
+  if (!check::can_read(queries)) {
+    return at::randint(0, limit, {}, generator, at::TensorOptions(at::kLong).device(queries.device()));
+  }
+  // The same number, without its three calls.
+  auto* const source = at::get_generator_or_default<at::CPUGeneratorImpl>(generator, at::detail::getDefaultCPUGenerator());
+  const Tensor seed = at::detail::empty_cpu({}, at::kLong);
+  const std::lock_guard<std::mutex> lock(source->mutex_);
+  *seed.mutable_data_ptr<int64_t>() = int64_t(source->random64() % uint64_t(limit));
+  return seed;
 }
 
 Proposal one_set(const std::tuple<Tensor, Tensor, Tensor>& drawn, const Tensor& target, bool distinct) {

@@ -1,5 +1,6 @@
 #include "samplers/static_sample.h"
 
+#include "core/shape_checks.h"
 #include "core/checks.h"
 #include "core/memory.h"
 #include "core/options.h"
@@ -9,7 +10,6 @@
 #include "samplers/streaming_counts.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/div.h>
@@ -168,7 +168,7 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
     static const auto log_prob = find_op<Tensor(const Tensor&, const Tensor&)>("xsoftmax::table_log_prob");
     Tensor log_count = log_prob.call(tables[kProbability], ids);
     const double most = options.distinct ? 0.0 : kInfinity;
-    if (log_count.is_cpu() && log_scale.is_cpu() && !at::isTensorSubclassLike(log_count) && !at::isTensorSubclassLike(log_scale)) { // in one pass
+    if (check::can_read(log_count) && check::can_read(log_scale)) { // in one pass
       const Tensor counts = at::empty(log_count.sizes(), log_count.options().dtype(at::kFloat));
       const double* const from = log_count.const_data_ptr<double>();
       std::transform(from, from + log_count.numel(), counts.mutable_data_ptr<float>(),
@@ -176,6 +176,14 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
       return counts;
     }
     return log_count.add_(log_scale).clamp_max_(most).to(at::kFloat);
+  }
+  if (options.law == "uniform" && check::can_read(ids)) { // in one pass
+    const Tensor flat = ids.contiguous(), counts = at::empty(ids.sizes(), ids.options().dtype(at::kFloat));
+    const int64_t* const id = flat.const_data_ptr<int64_t>();
+    const float count = float(uniform_log_count(options));
+    std::transform(id, id + flat.numel(), counts.mutable_data_ptr<float>(),
+                   [&](int64_t i) { return i < options.low || i >= options.num_classes ? float(-kInfinity) : count; });
+    return counts;
   }
   Tensor log_count;
   if (options.law == "uniform") {
@@ -192,7 +200,7 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
 Tensor log_counts_of_draws(const StaticOptions& options, const Drawn& drawn, at::TensorList tables) {
   if (options.law == "uniform" || options.law == "fixed") {
     const double value = options.law == "fixed" ? 0.0 : uniform_log_count(options);
-    if (drawn.ids.is_cpu() && !at::isTensorSubclassLike(drawn.ids)) {
+    if (check::can_read(drawn.ids)) {
       const Tensor counts = at::empty(drawn.ids.sizes(), drawn.ids.options().dtype(at::kFloat));
       std::fill_n(counts.mutable_data_ptr<float>(), counts.numel(), float(value));
       return counts;

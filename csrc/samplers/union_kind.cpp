@@ -1,8 +1,11 @@
 #include "samplers/union_kind.h"
 
+#include "core/memory.h"
+#include "core/shape_checks.h"
 #include "samplers/candidate_set.h"
 #include "samplers/union_merge.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -22,6 +25,18 @@ namespace {
 // Given classes come first, then shared parts, then private ones, those of distinct draws last.
 int turn_of(const UnionPart& part) { return part.is_given ? 0 : part.shared ? 1 : part.distinct ? 3 : 2; }
 
+// counts[:, first : first + width]
+Tensor columns_of(const Tensor& counts, const c10::SymInt& first, const c10::SymInt& width) {
+  return check::can_read(counts) ? strided_view(counts, {counts.size(0), width.expect_int()}, counts.strides(), first.expect_int() * counts.stride(1))
+                                 : counts.narrow_symint(1, first, width);
+}
+
+// The first columns of counts, those of the targets, in the shape of `target`.
+Tensor of_targets(const Tensor& counts, const c10::SymInt& targets, const Tensor& target) {
+  return check::can_read(counts) && target.dim() == 1 ? strided_view(counts, {counts.size(0)}, {counts.stride(0)})
+                                                      : counts.narrow_symint(1, 0, targets).reshape_symint(target.sym_sizes());
+}
+
 // What a union knows of a set while it draws.
 struct DrawnSet {
   CandidateSet set;
@@ -36,7 +51,20 @@ UnionPart part_of(const SamplerView& sampler) {
           [sampler](const Tensor& queries, const Tensor& ids) { return sampler.log_count(queries, ids); }};
 }
 
-CandidateSet head_set(const Tensor& ids) { return {ids, at::zeros_symint(ids.sym_sizes(), ids.options().dtype(at::kFloat)), Tensor(), /*distinct=*/true}; }
+namespace {
+
+Tensor zero_counts(const Tensor& ids) {
+  if (!check::can_read(ids)) {
+    return at::zeros_symint(ids.sym_sizes(), ids.options().dtype(at::kFloat));
+  }
+  const Tensor counts = at::empty(ids.sizes(), ids.options().dtype(at::kFloat));
+  std::fill_n(counts.mutable_data_ptr<float>(), counts.numel(), 0.0f);
+  return counts;
+}
+
+} // namespace
+
+CandidateSet head_set(const Tensor& ids) { return {ids, zero_counts(ids), Tensor(), /*distinct=*/true}; }
 
 Proposal sample_union(const DrawRequest& request, std::vector<UnionPart> parts) {
   std::stable_sort(parts.begin(), parts.end(), [](const UnionPart& one, const UnionPart& other) { return turn_of(one) < turn_of(other); });
@@ -63,11 +91,11 @@ Proposal sample_union(const DrawRequest& request, std::vector<UnionPart> parts) 
         c10::SymInt column = targets;
         for (size_t k = 0; k < before; ++k) {
           const c10::SymInt width = ids[k].sym_size(-1);
-          drawn[k].log_counts.push_back(set.target_log_count.narrow_symint(1, column, width));
+          drawn[k].log_counts.push_back(columns_of(set.target_log_count, column, width));
           column += width;
         }
         of_part.set.target_log_count =
-            given(request.target) ? set.target_log_count.narrow_symint(1, 0, targets).reshape_symint(request.target->sym_sizes()) : Tensor();
+            given(request.target) ? of_targets(set.target_log_count, targets, *request.target) : Tensor();
       }
       drawn.push_back(std::move(of_part));
     }

@@ -1,18 +1,51 @@
 #include "samplers/union_merge.h"
 
 #include "core/checks.h"
+#include "core/memory.h"
 #include "core/shape_checks.h"
+#include "samplers/candidate_set.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cmath>
+
 namespace xsoftmax {
 
 using at::Tensor;
+
+namespace {
+
+bool can_merge(at::TensorList log_counts) {
+  return std::all_of(log_counts.begin(), log_counts.end(), [&](const Tensor& log_count) {
+    return check::can_read(log_count) && !check::has_gradient(log_count) && log_count.scalar_type() == at::kFloat && log_count.dim() >= 1 && log_count.dim() <= 2;
+  });
+}
+
+// log(e^a + e^b) in float64, in one pass.
+Tensor merged_pair(const Tensor& a, const Tensor& b) {
+  const int64_t rows = std::max(a.dim() == 2 ? a.size(0) : 1, b.dim() == 2 ? b.size(0) : 1), width = std::max(a.size(-1), b.size(-1));
+  const auto element = [&](const Tensor& tensor) {
+    const int64_t row_step = tensor.dim() == 2 && tensor.size(0) > 1 ? tensor.stride(0) : 0, step = tensor.size(-1) > 1 ? tensor.stride(-1) : 0;
+    return [from = tensor.const_data_ptr<float>(), row_step, step](int64_t row, int64_t j) { return double(from[row * row_step + j * step]); };
+  };
+  const Tensor merged = a.dim() == 1 && b.dim() == 1 ? at::empty({width}, a.options()) : at::empty({rows, width}, a.options());
+  float* const out = merged.mutable_data_ptr<float>();
+  const auto of_a = element(a), of_b = element(b);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t j = 0; j < width; ++j) {
+      const double x = of_a(row, j), y = of_b(row, j), most = std::max(x, y);
+      out[row * width + j] = float(x == y && std::isinf(x) ? x : most + std::log1p(std::exp(-std::abs(x - y))));
+    }
+  }
+  return merged;
+}
+
+} // namespace
 
 Tensor merge_log_counts(at::TensorList log_counts) {
   constexpr const char* op = "merge_log_counts";
@@ -24,6 +57,9 @@ Tensor merge_log_counts(at::TensorList log_counts) {
   }
   if (log_counts.size() == 1) {
     return log_counts[0].to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+  }
+  if (log_counts.size() == 2 && can_merge(log_counts)) {
+    return merged_pair(log_counts[0], log_counts[1]);
   }
   // float64: where an element stands decides whether vector or scalar code takes it, which differ in the last bit.
   Tensor sum = log_counts[0].to(at::kDouble);
@@ -43,7 +79,7 @@ Tensor union_classes(const Tensor& queries, const OptionalTensor& target, at::Te
     check::same_device(op, "target", *target, "queries", queries);
     TORCH_CHECK_VALUE((target->dim() == 1 || target->dim() == 2) && target->sym_size(0) == rows, op, ": expected target of shape [", rows, "] or [", rows,
                       ", T], got ", target->sym_sizes());
-    columns.push_back(target->dim() == 1 ? target->unsqueeze(1) : *target);
+    columns.push_back(target->dim() == 2 ? *target : check::can_read(*target) ? strided_view(*target, {target->size(0), 1}, {target->stride(0), 1}) : target->unsqueeze(1));
   } else {
     columns.push_back(at::zeros_symint({rows, 1}, queries.options().dtype(at::kLong)));
   }
@@ -52,9 +88,10 @@ Tensor union_classes(const Tensor& queries, const OptionalTensor& target, at::Te
     check::same_device(op, "ids", of_set, "queries", queries);
     TORCH_CHECK_VALUE(of_set.dim() == 1 || (of_set.dim() == 2 && of_set.sym_size(0) == rows), op, ": expected ids of shape [M] or [", rows, ", M], got ",
                       of_set.sym_sizes());
-    columns.push_back(of_set.expand_symint({rows, of_set.sym_size(-1)}));
+    columns.push_back(of_set);
   }
-  return at::cat(columns, 1);
+  const Tensor classes = side_by_side(columns, rows, /*by_rows=*/true);
+  return classes.is_same(columns[0]) ? classes.clone() : classes;
 }
 
 namespace {

@@ -78,13 +78,13 @@ Tensor candidate_scores_cpu(const Tensor& input, const Tensor& weight, const Opt
     pair_scores_cpu(scores, width + shared, query, weight, bias, ids.pairs);
   }
   if (shared > 0) {
-    Tensor out = scores.narrow(1, width, shared);
+    const Tensor out = strided_view(scores, {scores.size(0), shared}, {scores.size(1), 1}, width);
     const bool low = multiplies_bfloat16(weight);
     const Tensor rows = gather_rows_cpu(weight, ids.shared, low);
     if (given(bias)) {
       out.copy_(bias->index_select(0, ids.shared));
     }
-    multiply(out, low ? query : query.to(dtype), rows.t(), {.add = given(bias), .bfloat16 = low});
+    multiply(out, low ? query : query.to(dtype), transposed(rows), {.add = given(bias), .bfloat16 = low});
   }
   return scores;
 }
@@ -100,7 +100,7 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
   const Tensor scores_grad = grad.contiguous(), query = input.contiguous();
   const Tensor factor = given(scale) ? scale->contiguous() : Tensor();
   const int64_t stride = grad.size(1);
-  const Tensor shared_grad = scores_grad.as_strided({scores_grad.size(0), ids.shared.size(0)}, {stride, 1}, scores_grad.storage_offset() + ids.pairs.width);
+  const Tensor shared_grad = strided_view(scores_grad, {scores_grad.size(0), ids.shared.size(0)}, {stride, 1}, ids.pairs.width);
   const bool low = multiplies_bfloat16(weight);
 
   Tensor grad_input = want_input ? at::empty({input.size(0), input.size(1)}, scores_grad.options()) : at::empty({0, input.size(1)}, input.options());
@@ -118,10 +118,10 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
     const bool as_it_is = query.scalar_type() == grad.scalar_type() || (low && !factor.defined());
     const Tensor wide = as_it_is ? query : query.to(grad.scalar_type());
     shared_values = recycled_empty({ids.shared.size(0), input.size(1)}, scores_grad.options());
-    multiply(shared_values, shared_grad.t(), factor.defined() ? scaled_queries(wide, factor) : wide, {.bfloat16 = low});
+    multiply(shared_values, transposed(shared_grad), factor.defined() ? scaled_queries(wide, factor) : wide, {.bfloat16 = low});
   }
   if (want_bias) {
-    shared_bias = factor.defined() ? at::mv(shared_grad.t(), factor) : shared_grad.sum(0);
+    shared_bias = factor.defined() ? at::mv(transposed(shared_grad), factor) : shared_grad.sum(0);
   }
   auto [rows, values, bias_values] =
       row_gradient_cpu(scores_grad, stride, factor, query, ids.pairs, ids.shared, shared_values, shared_bias, want_weight, want_bias);

@@ -1,5 +1,10 @@
 #include "scores/row_gradient.h"
 
+#include "core/memory.h"
+#include "core/shape_checks.h"
+
+#include <ATen/SparseTensorImpl.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
@@ -25,11 +30,29 @@ std::vector<at::Tensor> row_gradients_as_grads(const RowGradients& gradients, co
           wanted[2] ? row_gradient_tensor(rows, bias_values, num_rows, sparse) : at::Tensor()};
 }
 
+namespace {
+
+// The same as below, whose six calls take longer than the gradient of a few rows.
+at::Tensor row_sparse(const at::Tensor& rows, const at::Tensor& values, int64_t num_rows) {
+  c10::DimVector size(values.sizes().begin(), values.sizes().end());
+  size[0] = num_rows;
+  const auto backend = values.is_cuda() ? c10::DispatchKey::SparseCUDA : c10::DispatchKey::SparseCPU;
+  at::Tensor sparse = at::detail::make_tensor<at::SparseTensorImpl>(c10::DispatchKeySet(backend), values.dtype());
+  auto* const impl = static_cast<at::SparseTensorImpl*>(sparse.unsafeGetTensorImpl());
+  impl->raw_resize_(1, values.dim() - 1, size);
+  impl->set_indices_and_values_unsafe(strided_view(rows, {1, rows.size(0)}, {rows.size(0), 1}), values);
+  return sparse;
+}
+
+} // namespace
+
 at::Tensor row_gradient_tensor(const at::Tensor& rows, const at::Tensor& values, const c10::SymInt& num_rows, bool sparse) {
   c10::SymDimVector size(values.sym_sizes().begin(), values.sym_sizes().end());
   size[0] = num_rows;
-  if (sparse) {
-    // Equal rows may stand side by side, so the tensor is not coalesced.
+  if (sparse && !at::GradMode::is_enabled() && check::is_plain(values) && check::is_plain(rows)) {
+    return row_sparse(rows, values, num_rows.expect_int());
+  }
+  if (sparse) { // equal rows may stand side by side, so it is not coalesced
     return at::_sparse_coo_tensor_unsafe_symint(rows.unsqueeze(0), values, size, values.scalar_type(), at::kSparse, values.device(), std::nullopt,
                                                 /*is_coalesced=*/false);
   }

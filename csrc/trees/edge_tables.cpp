@@ -5,7 +5,6 @@
 #include "trees/tree_scores.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
@@ -52,7 +51,7 @@ void check_edge_values(const char* op, const Tensor& edges, const Tensor& parent
   }
   check::size(op, "parent", parent, 0, edges.sym_size(dim) + 1, "one more than the edges");
   check_layer_sizes(op, layer_sizes, edges.sym_size(dim));
-  if (parent.is_cpu() && !at::isTensorSubclassLike(parent)) { // values can be read
+  if (check::can_read(parent)) {
     check_parents(op, parent, layer_sizes);
     check::class_ids(op, "class_node", class_node, parent.size(0));
   }

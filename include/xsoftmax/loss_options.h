@@ -20,6 +20,7 @@ struct EstimatorOptions {
     visitor("remove_accidental_hits", remove_accidental_hits);
     visitor("label_smoothing", label_smoothing);
   }
+  bool operator==(const EstimatorOptions&) const = default;
 };
 
 /// What tower_loss takes.
@@ -69,6 +70,7 @@ struct ReductionOptions {
     visitor("reduction", reduction);
     visitor("ignore_index", ignore_index);
   }
+  bool operator==(const ReductionOptions&) const = default;
 };
 
 /// How scores s, products of queries and rows with the bias added, become the logits of the softmax:
@@ -82,6 +84,7 @@ struct LogitOptions {
     visitor("logit_scale", logit_scale);
     visitor("softcap", softcap);
   }
+  bool operator==(const LogitOptions&) const = default;
 };
 
 /// Options of linear_cross_entropy.
@@ -106,6 +109,7 @@ struct PositivesOptions {
   void visit(Visitor& visitor) {
     visitor("positives", positives);
   }
+  bool operator==(const PositivesOptions&) const = default;
 };
 
 /// Options of linear_positives_loss. label_smoothing: 0.
@@ -131,6 +135,7 @@ struct SampledSoftmaxOptions : EstimatorOptions, ReductionOptions, PositivesOpti
     visitor("sparse_grad", sparse_grad);
     visitor("z_loss", z_loss);
   }
+  bool operator==(const SampledSoftmaxOptions&) const = default;
 };
 
 } // namespace xsoftmax

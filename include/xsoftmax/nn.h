@@ -213,9 +213,6 @@ class CaneLossImpl : public CandidateLossImpl {
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<torch::Tensor>())}, {3, torch::nn::AnyValue(std::optional<at::Generator>())})
 
  private:
-  torch::Tensor find_candidates(const torch::Tensor& queries, const torch::Tensor& target, at::IntArrayRef batch, const std::optional<torch::Tensor>& given,
-                                std::optional<at::Generator> generator);
-
   torch::Tensor candidates_;
 };
 TORCH_MODULE(CaneLoss);

@@ -1,6 +1,6 @@
 """CANE: candidates against noises, over a plain class table."""
 
-from typing import Dict, List, Optional, Union
+from typing import Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -166,31 +166,69 @@ class CaneLoss(CandidateLoss):
                                     f"{str(candidates.dtype).removeprefix('torch.')}: {hint}")
         if not self.training:
             return self.exact(input, target, None)
+        given = self._given_candidates(input, candidates)
+        description, state = self._describe(given)
+        if description != "":
+            self._check_queries(input, self._given(input, target))
+            self._check_step()
+            others: List[Optional[Tensor]] = []
+            if self.weight is not None:
+                others = [self.weight, None, None, None, None]
+            return torch.ops.xsoftmax.sampled_step(input, self.linear.weight, self.linear.bias, target, state, description, self._options,
+                                                   generator, True, True, others)
         queries, counted = self._counted(input, target)
-        found = self._candidates(queries, counted, list(input.shape[:-1]), candidates, generator)
+        if self.candidate_sampler is not None:
+            self.candidate_sampler.prepare(self.linear.weight, self.linear.bias, generator)
         self.noise.prepare(self.linear.weight, self.linear.bias, generator)
+        found = self._candidates(queries, counted, given, generator)
         noise = self.noise.sample_outside(queries, found, counted, generator)
         ids, log_count = torch.ops.xsoftmax.present_set(found)
         return self._candidate_loss(input, target, [CandidateSet(ids, log_count, None, True), noise], None)
 
-    def _candidates(self, queries: Tensor, target: Tensor, batch: List[int], given: Optional[Tensor],
-                    generator: Optional[torch.Generator]) -> Tensor:
+    def _given_candidates(self, input: Tensor, given: Optional[Tensor]) -> Optional[Tensor]:
+        """The caller's candidates, int64 [C] or [Q, C]."""
+        own = self.candidate_sampler is not None or self.candidates is not None
+        if given is None:
+            if not own:
+                raise ValueError(f"{self._name}: expected candidates in each call of a loss that was "
+                                 "made with candidates=None, got none")
+            return None
+        if own:
+            raise ValueError(f"{self._name}: expected no candidates in the call of a loss that "
+                             "has its own, got some: make it with candidates=None")
+        if given.dim() == 0 or (given.dim() != 1 and list(given.shape[:-1]) != list(input.shape[:-1])):
+            raise ValueError(f"{self._name}: expected candidates of shape [C], or that of "
+                             f"target with one more dimension, got {list(given.shape)}")
+        return given if given.dim() <= 2 else given.flatten(0, -2)
+
+    def _describe(self, given: Optional[Tensor]) -> Tuple[str, List[Tensor]]:
+        """Candidates and noise as an operator takes them; an empty text where one of them is written
+        in Python, and in a step that refreshes one, which Ctrl-C stops and a bar follows."""
+        sampler, fixed, noise = self.candidate_sampler, self.candidates, self.noise.describe()
+        if noise == "" or self._refresh_due():
+            return "", []
+        state = self.noise.state_tensors()
+        if given is not None:
+            return "cane:0:[given:1:;" + noise + "]", [given] + state
+        if fixed is not None:
+            return "cane:0:[head:1:;" + noise + "]", [fixed] + state
+        assert sampler is not None
+        found = sampler.describe()
+        return "" if found == "" else "cane:0:[" + found + ";" + noise + "]", sampler.state_tensors() + state
+
+    def _refresh_due(self) -> bool:
+        if torch.jit.is_scripting():
+            return False
+        return not torch.compiler.is_compiling() and any(sampler.follows_table and sampler.refresh_due() for sampler in self._samplers())
+
+    def _candidates(self, queries: Tensor, target: Tensor, given: Optional[Tensor], generator: Optional[torch.Generator]) -> Tensor:
         """[C] or [Q, C], -1 where there is none."""
         sampler, fixed = self.candidate_sampler, self.candidates
         if given is not None:
-            if sampler is not None or fixed is not None:
-                raise ValueError(f"{self._name}: expected no candidates in the call of a loss that "
-                                 "has its own, got some: make it with candidates=None")
-            if given.dim() == 0 or (given.dim() != 1 and list(given.shape[:-1]) != batch):
-                raise ValueError(f"{self._name}: expected candidates of shape [C], or that of "
-                                 f"target with one more dimension, got {list(given.shape)}")
-            return torch.ops.xsoftmax.candidate_set(given if given.dim() <= 2 else given.flatten(0, -2), self.num_classes)
+            return torch.ops.xsoftmax.candidate_set(given, self.num_classes)
         if fixed is not None:
             return fixed
-        if sampler is None:
-            raise ValueError(f"{self._name}: expected candidates in each call of a loss that was "
-                             "made with candidates=None, got none")
-        sampler.prepare(self.linear.weight, self.linear.bias, generator)
+        assert sampler is not None
         # Candidates must not look at the target: it says no more than which queries count.
         sets = sampler.sample(queries, target.clamp(max=0), generator)
         return torch.ops.xsoftmax.drawn_candidates([part.ids for part in sets], [part.distinct for part in sets], queries.size(0), self.num_classes)

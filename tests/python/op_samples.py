@@ -261,6 +261,7 @@ def samples():
         ragged_scores_backward=(torch.randn(9), input, weight, *ragged, mask),
         read_examples=("examples.txt",),
         reduced_loss=(torch.rand(Q), target, class_weight, reduction),
+        next_refresh_is_due=(torch.tensor(5), 10),
         refresh_is_due=(5, 10),
         resize_tables_=([weight, bias], [torch.randn(3, D), torch.randn(3)], [N + 3, N + 3]),
         sampled_softmax_loss=(input, weight, bias, target, *sets, class_weight, torch.tensor(0.5), options.replace("0.1", "0")),

@@ -121,7 +121,7 @@ class AdaptiveSampler(DescribedSampler):
         A table that costs much to make, such as all vectors of an item tower, need be made then only: between two refreshes ``prepare`` reads no row of it, but
         for the updates of :class:`MidxSampler`.
         """
-        return torch.ops.xsoftmax.refresh_is_due(int(self.step), self._refresh_every)
+        return torch.ops.xsoftmax.next_refresh_is_due(self.step, self._refresh_every)
 
     @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:

@@ -1,0 +1,92 @@
+#include "samplers/cane_kind.h"
+
+#include "core/checks.h"
+#include "core/options.h"
+#include "samplers/candidate_set.h"
+#include "samplers/complement_sample.h"
+#include "samplers/sampler_kind.h"
+
+#include <ATen/TensorOperators.h>
+
+// Kinds that CaneLoss is made of:
+//
+//     cane       parts: what proposes the candidates, and a "complement", whose draws outside of them are the noise
+//     given      tensors: int64 ids [C], or [Q, C] for a batch of Q queries, -1 for none, as the caller gave them
+
+namespace xsoftmax {
+
+using at::Tensor;
+
+Proposal cane_sets(const DrawRequest& request, const UnionPart& candidates, const SampleOutside& noise, int64_t num_classes) {
+  // Candidates must not look at the target: it says no more than which queries count.
+  const OptionalTensor counts = given(request.target) ? OptionalTensor(request.target->clamp_max(0)) : std::nullopt;
+  std::vector<Tensor> ids;
+  c10::List<bool> distinct;
+  for (const CandidateSet& set : candidates.sample(request.with_target(counts))) {
+    ids.push_back(set.ids);
+    distinct.push_back(set.distinct);
+  }
+  const Tensor found = drawn_candidates(ids, distinct, request.queries.sym_size(0), num_classes);
+  const auto [present, log_count] = present_set(found);
+  return {{present, log_count, Tensor(), /*distinct=*/true}, noise(request, found)};
+}
+
+UnionPart given_candidates(const Tensor& ids) {
+  const auto sample = [ids](const DrawRequest& request) -> Proposal {
+    const c10::SymInt rows = request.queries.sym_size(0);
+    TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() == 2 && ids.sym_size(0) == rows), "CaneLoss: expected candidates of shape [C] or [", rows, ", C], got ",
+                      ids.sym_sizes());
+    const auto [classes, log_count] = present_set(ids);
+    return {{classes, log_count, Tensor(), /*distinct=*/false}};
+  };
+  const auto log_count = [ids](const Tensor&, const Tensor& asked) {
+    const auto [classes, counts] = present_set(ids);
+    return present_log_count(classes, counts, asked);
+  };
+  return {ids.dim() == 1, /*distinct=*/false, sample, log_count};
+}
+
+namespace {
+
+class CaneKind : public SamplerKind {
+ public:
+  bool shared(const SamplerView&) const override { return false; }
+  bool distinct(const SamplerView&) const override { return false; }
+  bool reads_queries(const SamplerView& sampler) const override {
+    const auto parts = sampler.parts();
+    return parts[0].reads_queries() || parts[1].reads_queries();
+  }
+
+  Proposal sample(const SamplerView& sampler, const DrawRequest& request) const override {
+    const auto parts = sampler.parts();
+    const auto noise = [&](const DrawRequest& request, const Tensor& candidates) { return sample_outside(parts[1], request, candidates); };
+    return cane_sets(request, part_of(parts[0]), noise, parse_options<ComplementOptions>("CaneLoss", parts[1].options()).num_classes);
+  }
+
+  Tensor log_count(const SamplerView&, const Tensor&, const Tensor&) const override {
+    TORCH_CHECK_VALUE(false, "CaneLoss: expected counts of a draw, got a call of log_count: those of the noise depend on the candidates");
+  }
+
+  void step(const SamplerView& sampler, const Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) const override {
+    for (const SamplerView& part : sampler.parts()) {
+      part.step(weight, bias, generator);
+    }
+  }
+};
+
+class GivenKind : public SamplerKind {
+ public:
+  bool shared(const SamplerView& sampler) const override { return part(sampler).shared; }
+  bool distinct(const SamplerView& sampler) const override { return part(sampler).distinct; }
+  Proposal sample(const SamplerView& sampler, const DrawRequest& request) const override { return part(sampler).sample(request); }
+  Tensor log_count(const SamplerView& sampler, const Tensor& queries, const Tensor& ids) const override { return part(sampler).log_count(queries, ids); }
+
+ private:
+  static UnionPart part(const SamplerView& sampler) { return given_candidates(sampler.tensors()[0]); }
+};
+
+[[maybe_unused]] const bool registered =
+    register_sampler_kind("cane", std::make_unique<CaneKind>()) && register_sampler_kind("given", std::make_unique<GivenKind>());
+
+} // namespace
+} // namespace xsoftmax
