@@ -8,6 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._checks import check_count
+from ._placement import are_local
 from ._table import fresh_rows
 from .optim._base import RowOptimizer
 from .optim.settle import settle
@@ -88,7 +89,7 @@ def _tables(owner: str, loss: "LinearLoss") -> List[Any]:
     if any(type(table) is not nn.Parameter for table in tables):
         raise TypeError(f"{owner}: expected linear as an nn.Linear whose weight and bias are parameters, got one that is parametrized, split or of another "
                         "kind")
-    if "_exchanges" in loss.__dict__ or any(hasattr(table, "_class_shards") for table in tables):
+    if not are_local(loss, *tables):
         raise RuntimeError(f"{owner}: expected a table that is neither split over ranks nor replicated, got one that is: resize it before, or load its state "
                            "dict into a loss of the new size")
     return tables

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _first_step
 from .._options import option_text
+from .._placement import state_of_rank, whole_state
 from . import _torch_options, _values
 
 
@@ -43,10 +44,6 @@ def _is_of_no_step(group: Dict[str, Any], param: Any) -> bool:
     """Whether a table with row-sparse gradients is shown a dense one of zeros at a learning rate of zero: so torch.distributed.checkpoint.state_dict
     has an optimizer make the state that it will load."""
     return getattr(param, "_row_gradients", False) and group["lr"] == 0 and not param.grad.any()
-
-
-def _is_split(optimizer: torch.optim.Optimizer) -> bool:
-    return any(hasattr(param, "_class_shards") for group in optimizer.param_groups for param in group["params"])
 
 
 def _is_fixed(value: Any) -> bool:
@@ -209,11 +206,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """As torch.optim's, after :meth:`flush`. State of a table that is split over ranks (:mod:`xsoftmax.distributed`) is that of the whole table:
         DTensors where it has a row for each class, and as one process would have it else."""
         self.flush()
-        state_dict = super().state_dict()
-        if _is_split(self):
-            from ..distributed._state import whole_state
-            state_dict = whole_state(self, state_dict)
-        return state_dict
+        return whole_state(self, super().state_dict())
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """As torch.optim's, except that state keeps the dtype it was saved in: counters stay integers, and the float32 state of
@@ -228,10 +221,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 loaded then
             TypeError: state of rows of another dtype, moments of integers, an option of another type; nothing is loaded then
         """
-        state_dict = _with_numbers(state_dict)
-        if _is_split(self):
-            from ..distributed._state import state_of_rank
-            state_dict = state_of_rank(self, state_dict)
+        state_dict = state_of_rank(self, _with_numbers(state_dict))
         self._check_state(state_dict)
         before = self.state, self.param_groups
         replaced = [self._tensors(state) for state in self.state.values() if state]
