@@ -34,18 +34,15 @@ _SYNONYMS = {
 }
 
 
-def _sampler_names() -> str:
-    from .samplers.sampler import sampler_names
-
-    return (f"one of {sampler_names()}, a Sampler, or None where the candidates are head_classes or "
-            "the negatives of each call")
-
-
 # What to give where a constructor cannot do without an argument.
 _REQUIRED: Dict[str, Callable[[], str]] = {
-    "sampler": _sampler_names,
     "tree": lambda: "a LabelTree, such as xs.LabelTree.balanced(num_classes)",
 }
+
+
+def describe_argument(name: str, describe: Callable[[], str]) -> None:
+    """Has errors say what to give where a constructor lacks an argument of this name."""
+    _REQUIRED[name] = describe
 
 
 def meant_argument(name: str, known: Iterable[str]) -> str:

@@ -3,61 +3,40 @@
 import gc
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple, Type
+from typing import Any, Dict, List, Optional, Set, Tuple, Type
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
-if TYPE_CHECKING:
-    from ._table import TableModule
+from . import _hooks
+from ._typing import Module
 
-_modules: "weakref.WeakSet[TableModule]" = weakref.WeakSet()
-# The groups of optimizers whose first step is behind them, which costs a look-up a step. A load of
-# state makes new groups, so the next step counts as the first.
-_seen: "weakref.WeakKeyDictionary[torch.optim.Optimizer, List[Any]]" = weakref.WeakKeyDictionary()
-# The groups of optimizers whose gradients were checked: those above, and optimizers that step while
-# a table has a gradient and no optimizer has the table.
-_watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, List[Any]]" = weakref.WeakKeyDictionary()
-_warned: "weakref.WeakSet[TableModule]" = weakref.WeakSet()
-_hook: Any = None
 _MANY_ROWS = 10_000  # from so many on, a dense gradient of a few rows is worth a warning
 _UNOWNED_STEPS = 16  # An optimizer may step the table less often than the encoder.
-# Row optimizers, whether they have taken a step or not, and optimizers that a search has found.
-_row_optimizers: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
 _owned: Optional[Set[int]] = None  # parameters of known optimizers, by `id`; None: not up to date
-_unowned: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # table -> _UnownedTable
 
 
-def watch(module: "TableModule") -> None:
+def watch(module: Module) -> None:
     """Registers a module whose optimizers are checked at their first step."""
-    _modules.add(module)
-    watch_steps()
-
-
-def watch_steps() -> None:
-    """Has torch call :func:`_before_step`."""
-    global _hook
-    if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_before_step)
+    _hooks.table_modules.add(module)
+    _hooks.before_steps(_before_step)
 
 
 def register_row_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Registers a row optimizer, so that its tables count as trained."""
     global _owned
-    _row_optimizers.add(optimizer)
+    _hooks.row_optimizers.add(optimizer)
     _owned = None
-    watch_steps()
+    _hooks.before_steps(_before_step)
 
 
 def known_optimizers() -> List[torch.optim.Optimizer]:
     """Returns the optimizers that have taken a step since the first table was made."""
-    return list(_watched)
+    return list(_hooks.watched_groups)
 
 
-def row_sparse_tables() -> Dict[int, "TableModule"]:
+def row_sparse_tables() -> Dict[int, Module]:
     """The tables whose gradients their modules make row-sparse, by `id`."""
-    return {id(table): module for module in list(_modules) if module._row_gradients() for table in module._tables() if table is not None}
+    return {id(table): module for module in list(_hooks.table_modules) if module._row_gradients() for table in module._tables() if table is not None}
 
 
 def row_optimizer(kind: Type[torch.optim.Optimizer]) -> Optional[str]:
@@ -75,7 +54,7 @@ def _takes_rows(optimizer: torch.optim.Optimizer, group: Dict[str, Any]) -> bool
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """torch's hook: what it returns takes the place of the step's arguments."""
-    if torch.compiler.is_compiling() or _seen.get(optimizer) is optimizer.param_groups:
+    if torch.compiler.is_compiling() or _hooks.seen_groups.get(optimizer) is optimizer.param_groups:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
@@ -84,7 +63,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
     def looked_at() -> Any:  # gradients are those of the closure
         value = closure()
-        if _seen.get(optimizer) is not optimizer.param_groups:
+        if _hooks.seen_groups.get(optimizer) is not optimizer.param_groups:
             _look(optimizer)
         return value
 
@@ -94,20 +73,20 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 def _look(optimizer: torch.optim.Optimizer) -> None:
     global _owned
     tables = row_sparse_tables()
-    if _watched.get(optimizer) is not optimizer.param_groups:
+    if _hooks.watched_groups.get(optimizer) is not optimizer.param_groups:
         stepped = [(group, param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         if not stepped or all(group["lr"] == 0 for group, _ in stepped):  # torch.distributed.checkpoint makes state by such a step
             return
         _refuse_row_state(optimizer)
         _check_gradients(optimizer, stepped, tables)
-        _watched[optimizer] = optimizer.param_groups
+        _hooks.watched_groups[optimizer] = optimizer.param_groups
         _owned = None
     if not _leaves_out(optimizer, tables):
-        _seen[optimizer] = optimizer.param_groups
+        _hooks.seen_groups[optimizer] = optimizer.param_groups
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer, stepped: List[Tuple[Dict[str, Any], Any]],
-                     tables: Dict[int, "TableModule"]) -> None:
+                     tables: Dict[int, Module]) -> None:
     name, dense = type(optimizer).__name__, None
     for group, param in stepped:
         if param.grad.layout != torch.strided:
@@ -156,7 +135,7 @@ def _refuse_row_state(optimizer: torch.optim.Optimizer) -> None:
 @torch.no_grad()
 def _hint_at_embeddings(name: str, params: List[Any]) -> None:
     """Warns of the first of many rows whose dense gradient has few that are not zero, as an nn.Embedding makes it."""
-    known = {id(table) for module in list(_modules) for table in module._tables() if table is not None}
+    known = {id(table) for module in list(_hooks.table_modules) for table in module._tables() if table is not None}
     for param in params:
         grad = param.grad
         if (grad.layout != torch.strided or grad.dim() != 2 or len(grad) < _MANY_ROWS or id(param) in known or hasattr(grad, "full_tensor")
@@ -196,7 +175,7 @@ def _owned_parameters() -> Set[int]:
     """Returns the parameters of all known optimizers, by `id`."""
     global _owned
     if _owned is None:
-        _owned = {id(param) for each in (*_watched, *_row_optimizers)
+        _owned = {id(param) for each in (*_hooks.watched_groups, *_hooks.row_optimizers)
                   for group in each.param_groups for param in group["params"]}
     return _owned
 
@@ -215,7 +194,7 @@ def _find_owner(table: torch.Tensor) -> bool:
     return False
 
 
-def _leaves_out(optimizer: torch.optim.Optimizer, tables: Dict[int, "TableModule"]) -> bool:
+def _leaves_out(optimizer: torch.optim.Optimizer, tables: Dict[int, Module]) -> bool:
     """Returns whether a table has a row-sparse gradient and no optimizer.
 
     Later steps of such an optimizer are looked at again. After some of them the table is warned of,
@@ -224,17 +203,17 @@ def _leaves_out(optimizer: torch.optim.Optimizer, tables: Dict[int, "TableModule
     leaves_out = False
     for module in {id(module): module for module in tables.values()}.values():
         for table in module._tables():
-            if table is None or module in _warned or id(table) in _owned_parameters():
+            if table is None or module in _hooks.warned_modules or id(table) in _owned_parameters():
                 continue
             grad = table.grad
             if type(grad) is not torch.Tensor or grad.layout != torch.sparse_coo:  # not of another FakeTensorMode
-                leaves_out |= table in _unowned
+                leaves_out |= table in _hooks.unowned_tables
                 continue
-            unowned = _unowned.setdefault(table, _UnownedTable())
+            unowned = _hooks.unowned_tables.setdefault(table, _UnownedTable())
             if unowned.count(table, grad) < _UNOWNED_STEPS:
                 leaves_out = True
             elif not _find_owner(table):
-                _warned.add(module)
+                _hooks.warned_modules.add(module)
                 warnings.warn(
                     f"{module._name}: its table of shape {list(table.shape)} has had a gradient "
                     f"over {_UNOWNED_STEPS} steps of {type(optimizer).__name__}, and no optimizer "

@@ -1,15 +1,12 @@
 """Pictures of trees."""
 
-from typing import Any, Optional, Sequence, TYPE_CHECKING
+from typing import Any, Optional, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.collections import LineCollection
 
-if TYPE_CHECKING:
-    from .label_tree import LabelTree
 
-
-def plot_tree(tree: "LabelTree", names: Optional[Sequence[str]], ax: Any) -> Any:
+def plot_tree(tree: Any, names: Optional[Sequence[str]], ax: Any) -> Any:
     """See LabelTree.plot."""
     if tree.num_nodes > 500:
         raise ValueError(f"LabelTree.plot: expected a tree of at most 500 nodes, got {tree.num_nodes}")

@@ -1,30 +1,25 @@
 """Classes that come and go: what becomes of a table, its optimizers and its samplers where a loss gets another number of classes."""
 
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, TYPE_CHECKING, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import _hooks
 from ._checks import check_count
-from ._table import fresh_rows
+from ._placement import are_local
+from ._table import TableModule, fresh_rows
 from .optim._base import RowOptimizer
 from .optim.settle import settle
-
-if TYPE_CHECKING:
-    from .linear_losses import LinearLoss
 
 # Whose state of a parameter is 0 before the parameter's first gradient, but for the sum of Adagrad.
 KNOWN_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.SparseAdam,
                     torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adagrad)
 # Of other shapes, or of other values at first: a table that was resized needs a new one.
 OTHER_OPTIMIZERS = (torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
-_RESIZED = WeakTensorKeyDictionary()
-_hook = None
 
 
-def resize_classes(loss: "LinearLoss", num_classes: int, weight: Optional[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def resize_classes(loss: TableModule, num_classes: int, weight: Optional[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """See :meth:`LinearLoss.resize_classes`. What may fail comes before the first change, but for the memory of samplers; the loss has its former number until
     they have followed, so that another call goes on."""
     owner, linear = loss._name, loss.linear
@@ -81,20 +76,20 @@ def resize_parameters(owner: str, changes: List[Tuple[Any, Tensor]],
     _watch([parameter for parameter, _ in changes])
 
 
-def _tables(owner: str, loss: "LinearLoss") -> List[Any]:
+def _tables(owner: str, loss: TableModule) -> List[Any]:
     """The parameters of a table that this process has by itself."""
     linear = loss.linear
     tables = [linear._parameters.get("weight")] + [linear.bias] * (getattr(linear, "bias", None) is not None) if isinstance(linear, nn.Linear) else [None]
     if any(type(table) is not nn.Parameter for table in tables):
         raise TypeError(f"{owner}: expected linear as an nn.Linear whose weight and bias are parameters, got one that is parametrized, split or of another "
                         "kind")
-    if "_exchanges" in loss.__dict__ or any(hasattr(table, "_class_shards") for table in tables):
+    if not are_local(loss, *tables):
         raise RuntimeError(f"{owner}: expected a table that is neither split over ranks nor replicated, got one that is: resize it before, or load its state "
                            "dict into a loss of the new size")
     return tables
 
 
-def _class_weights(owner: str, loss: "LinearLoss", num_classes: int, given: Optional[Tensor]) -> Optional[Tensor]:
+def _class_weights(owner: str, loss: TableModule, num_classes: int, given: Optional[Tensor]) -> Optional[Tensor]:
     """The rows that class weights gain, where there are any."""
     before = loss.weight
     if before is None:
@@ -111,7 +106,7 @@ def _class_weights(owner: str, loss: "LinearLoss", num_classes: int, given: Opti
     return given.to(before)[max(0, len(before) - loss.num_classes):]  # an earlier call may have found no memory for a sampler
 
 
-def _sampler_plans(loss: "LinearLoss", made: Any, known: int, num_classes: int) -> List[Callable[[], None]]:
+def _sampler_plans(loss: TableModule, made: Any, known: int, num_classes: int) -> List[Callable[[], None]]:
     """What resizes samplers: in the time that new classes take where that is all, and with all biases of the table where it is not."""
     samplers = loss._samplers()
     followed = not loss.linear.weight.is_meta and any(sampler.follows_table for sampler in samplers)
@@ -178,18 +173,16 @@ def _states(owner: str, optimizer: torch.optim.Optimizer, tables: List[nn.Parame
 
 def _watch(tables: List[nn.Parameter]) -> None:
     """From now on an optimizer that was not resized with its table says so before it changes anything."""
-    global _hook
     for table in tables:
-        _RESIZED[table] = True
-    if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_check_step)
+        _hooks.resized_tables[table] = True
+    _hooks.before_steps(_check_step)
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     known = isinstance(optimizer, KNOWN_OPTIMIZERS)
     if not known and not isinstance(optimizer, OTHER_OPTIMIZERS):
         return
-    for table in list(_RESIZED.keys()):
+    for table in list(_hooks.resized_tables.keys()):
         for name, value in _state_of(optimizer, table).items():
             if isinstance(value, Tensor) and not _fits(optimizer, table, name, value):
                 way = "give it the optimizer, resize_classes(n, optimizers=[optimizer])" if known else "its state cannot follow, make a new one"

@@ -12,6 +12,7 @@ from . import _first_step
 from ._checks import check_bool, check_count, check_reduction, check_tensor, class_weights
 from ._memory import advise_huge_pages
 from ._options import option_text
+from ._placement import LOCAL, table_of
 from .estimators import check_estimator
 from ._typing import Module, Numbers
 from .optim.settle import settle
@@ -27,6 +28,7 @@ class TableModule(Module):
     # Attributes that are part of the text of options, which follows them; prefixes of names that a state dict may lack, or have too many of.
     _option_names: Tuple[str, ...] = ("reduction", "ignore_index", "sparse_grad")
     _optional_state: Tuple[str, ...] = ()
+    _class_table = LOCAL
 
     def _init_table(self, in_features: int, num_classes: int, *, reduction: str, weight: Optional[Numbers] = None, ignore_index: int = -100,
                     sparse_grad: bool = True) -> None:
@@ -112,7 +114,10 @@ class TableModule(Module):
     def __getstate__(self) -> Dict[str, Any]:
         # A copy is another table, which owes nothing and is not replicated: by copy.deepcopy, torch.save or pickle.
         self.settle()
-        return {name: value for name, value in self.__dict__.items() if name != "_exchanges"}
+        state = dict(self.__dict__)
+        if not table_of(self).is_split:
+            state.pop("_class_table", None)
+        return state
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -201,8 +206,7 @@ class TableModule(Module):
             if self.sparse_grad and not torch.compiler.is_compiling():
                 refuse_parametrized(self)
                 refuse_data_parallel(self._name, self._tables())
-                if "_exchanges" in self.__dict__:
-                    check_replicated(self._name, self._tables(), self._exchanges)
+                self._class_table.check(self._name, self._tables())
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, num_classes={self.num_classes}"
@@ -260,13 +264,6 @@ def refuse_data_parallel(owner: str, tables: List[Optional[Tensor]]) -> None:
                            "DistributedDataParallel, which cannot reduce row-sparse gradients, "
                            "got True: call xs.distributed.replicate(model) or "
                            "shard_classes(model) before DistributedDataParallel(model)")
-
-
-def check_replicated(owner: str, tables: List[Optional[Tensor]], exchanges: Any) -> None:
-    """fully_shard puts parameters of its own in the place of those that it is not told to leave out."""
-    if any(table is not None and all(table is not exchange.parameter() for exchange in exchanges) for table in tables):
-        raise RuntimeError(f"{owner}: expected the parameters that were replicated, got others: call "
-                           "fully_shard(model, ..., ignored_params=set(loss.parameters())), which leaves the table out")
 
 
 def check_queries(owner: str, in_features: int, input: Tensor, target: Optional[Tensor], several: bool, num_classes: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ._checks import as_tensor, check_count
+from ._placement import are_local
 from .diagnose import GradientError
 from .linear_losses import LinearCrossEntropyLoss, LinearLoss
 from .sampled_softmax_loss import SampledSoftmaxLoss
@@ -182,7 +183,7 @@ def _check(loss: LinearLoss, seconds: float, counts: Optional[Tensor], samplers:
             raise TypeError(f"advise: expected {name} as a number, got {type(value).__name__}")
         if not math.isfinite(value) or value <= least:
             raise ValueError(f"advise: expected {name} above 0, got {value}" if least == 0.0 else f"advise: expected {name} of at least 0, got {value}")
-    if "_exchanges" in loss.__dict__ or any(hasattr(table, "_class_shards") for table in loss._tables() if table is not None):
+    if not are_local(loss, *loss._tables()):
         raise RuntimeError("advise: expected a table of one process, got one that is split or "
                            "replicated over ranks: call advise before xs.distributed")
     if isinstance(samplers, str):

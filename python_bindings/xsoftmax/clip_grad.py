@@ -6,15 +6,16 @@ from typing import Any, Dict, Iterable, List, Union
 import torch
 from torch import Tensor
 
+from ._placement import table_of
 from .optim._base import sparse_rows
 
 
 def _norms(params: List[Any], norm_type: float, who: str) -> List[Tensor]:
-    split = [param for param in params if hasattr(param, "_class_shards")]
-    alone = [param for param in params if not hasattr(param, "_class_shards")]
+    split = [param for param in params if table_of(param).is_split]
+    alone = [param for param in params if not table_of(param).is_split]
     norms = [_whole(torch.nn.utils.get_total_norm([param.grad for param in part], norm_type)) for part in _by_mesh(alone)]
     norms += [_norm(param, norm_type, who) for param in alone if param.grad.layout != torch.strided]
-    return norms + [param._class_shards.norm(_norm(param, norm_type, who), norm_type) for param in split]
+    return norms + [table_of(param).norm(_norm(param, norm_type, who), norm_type) for param in split]
 
 
 def _norm(param: Any, norm_type: float, who: str) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ._checks import check_count, check_tensor
 from ._options import option_text
+from ._placement import are_local
 from ._resize import KNOWN_OPTIMIZERS
 from ._table import fresh_rows
 from ._typing import Module
@@ -221,13 +222,12 @@ class IdTable(Module):
         if any(size != self.capacity for size in sizes):
             other = next(size for size in sizes if size != self.capacity)
             raise ValueError(f"IdTable: expected a {type(table).__name__} of {self.capacity} rows, the capacity, got {other}")
-        split = any(hasattr(rows, "_class_shards") for rows in _tables_of(table))
-        if split or hasattr(table, "_exchanges") or any(count._group is not None for count in counts):
+        if not (are_local(table, *_tables_of(table)) and all(count._ranks.alone for count in counts)):
             raise ValueError("IdTable: expected tables and counts of one process, got some that "
                              "are replicated or split over ranks, where ids would have other rows "
                              "on each")
         if getattr(table, "padding_idx", None):
-            raise ValueError(f"IdTable: expected padding_idx to be 0, which no id has, or None, got {table.padding_idx}")  # type: ignore[attr-defined]
+            raise ValueError(f"IdTable: expected padding_idx to be 0, which no id has, or None, got {table.padding_idx}")  # type: ignore[union-attr]
 
     @torch.jit.unused
     @torch.no_grad()

@@ -1,19 +1,15 @@
 """The best classes of very many: search by an index of the class table, and the table for faiss."""
 
-import weakref
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, TYPE_CHECKING
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import _long_work
+from . import _hooks, _long_work
 from ._checks import check_count, check_tensor
-from ._table import flat_queries
+from ._table import TableModule, flat_queries
+from ._typing import Module
 from .samplers import MidxSampler
-
-if TYPE_CHECKING:
-    from .linear_losses import LinearLoss
 
 _CELL_SIZE = 32        # of a sampler's cells, at least: smaller ones cost more than they save
 _CALIBRATING = 256     # queries that say how many cells a recall takes
@@ -73,17 +69,13 @@ def _version(tensor: Optional[Tensor]) -> Tuple[Any, ...]:
     return () if tensor is None else (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, 0 if tensor.is_inference() else tensor._version)
 
 
-_indices: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()  # of losses, beside their state
-_hook = None
-
-
 def _count_fused_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Fused optimizers of torch write to parameters, and so to all views of them, without counting it in the version that says here whether an index is
     stale; the others count."""
     torch.autograd.graph.increment_version([parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]])
 
 
-def _sampler_codewords(loss: "LinearLoss") -> Optional[Tuple[Tensor, Tensor]]:
+def _sampler_codewords(loss: TableModule) -> Optional[Tuple[Tensor, Tensor]]:
     """The codewords of its MIDX sampler, where that knows the table and has cells of a useful size."""
     for module in loss.modules():
         if isinstance(module, MidxSampler) and int(module.step) > 0 and loss.num_classes >= _CELL_SIZE * len(module.codewords1) ** 2:
@@ -91,9 +83,8 @@ def _sampler_codewords(loss: "LinearLoss") -> Optional[Tuple[Tensor, Tensor]]:
     return None
 
 
-def build_index(loss: "LinearLoss", queries: Optional[Tensor] = None, codewords: Optional[int] = None) -> SearchIndex:
+def build_index(loss: TableModule, queries: Optional[Tensor] = None, codewords: Optional[int] = None) -> SearchIndex:
     """An index of the present table, which the loss keeps; see :meth:`xsoftmax.LinearLoss.search_index`."""
-    global _hook
     if codewords is not None:
         check_count(loss._name, "codewords", codewords, 1)
     weight, bias = loss.linear.weight, loss.linear.bias
@@ -103,17 +94,17 @@ def build_index(loss: "LinearLoss", queries: Optional[Tensor] = None, codewords:
     if weight.device.type != "cpu":
         raise ValueError(f"{loss._name}: expected a table on CPU to search by an index, got one on "
                          f"{weight.device}: topk scores all classes there")
-    _hook = _hook or register_optimizer_step_post_hook(_count_fused_step)
+    _hooks.after_steps(_count_fused_step)
     loss.settle()
     table = _version(weight), _version(bias)  # what another thread writes from here on makes the index stale
     made = SearchIndex(weight, bias, _sampler_codewords(loss) if codewords is None else None, codewords or 0)
     if queries is not None:
         made.calibrate(flat_queries(loss._name, loss.in_features, queries, None))
-    _indices[loss] = table, made
+    _hooks.search_indices[loss] = table, made
     return made
 
 
-def search(loss: "LinearLoss", input: Tensor, k: int, index: str, recall: Optional[float], max_cells: Optional[int],
+def search(loss: TableModule, input: Tensor, k: int, index: str, recall: Optional[float], max_cells: Optional[int],
            exclude: Optional[Tensor] = None) -> SearchResult:
     """See :meth:`xsoftmax.LinearLoss.search`."""
     name, k = loss._name, loss._best(k)
@@ -132,7 +123,7 @@ def search(loss: "LinearLoss", input: Tensor, k: int, index: str, recall: Option
                              f"{max_cells}")
     queries = flat_queries(name, loss.in_features, input, None)
     loss.settle()
-    table, made = _indices.get(loss, (None, None))
+    table, made = _hooks.search_indices.get(loss, (None, None))
     if table != (_version(loss.linear.weight), _version(loss.linear.bias)):
         made = build_index(loss)
     found = made.search(queries, loss._with_excluded(k, input, exclude), recall, max_cells)
@@ -141,7 +132,7 @@ def search(loss: "LinearLoss", input: Tensor, k: int, index: str, recall: Option
     return SearchResult(scores, ids, found.cells_read.reshape(shape), found.certified.reshape(shape))
 
 
-def to_faiss(loss: "LinearLoss", kind: str = "flat", *, lists: Optional[int] = None, neighbors: int = 32, ef_construction: int = 100) -> Any:
+def to_faiss(loss: Module, kind: str = "flat", *, lists: Optional[int] = None, neighbors: int = 32, ef_construction: int = 100) -> Any:
     """The class table of a loss as a `faiss <https://github.com/facebookresearch/faiss>`_ index for inner products, on CPU, in float32.
 
     Args:

@@ -14,7 +14,7 @@ from .estimators import check_estimator, has_noise, has_normalizer, is_registere
 from .linear_losses import CandidateLoss
 from ._typing import Numbers
 from .samplers import CandidateSet, FixedSampler, Sampler, UnionSampler, columns_of, make_sampler
-from .samplers.complement import noise_outside
+from .samplers.complement import noise_outside, outside_target
 from .samplers.sampler import sampler_names
 
 
@@ -167,7 +167,7 @@ class SampledSoftmaxLoss(CandidateLoss):
         self._init_options(remove_accidental_hits=remove_accidental_hits, sparse_grad=sparse_grad)
         self._init_log_z(log_z, device)
         if outside:  # the sampler is claimed below: all other checks come before
-            sampler = sampler.outside_target()
+            sampler = outside_target(sampler)
         elif head.numel() > 0:
             left = sampler.excluding(head)
             if left is None:

@@ -11,7 +11,6 @@ The file is one of the safetensors format with one tensor, ``weight``, which beg
 that died) or ``begun`` (its creation was not finished).
 """
 
-import atexit
 import contextlib
 import os
 import warnings
@@ -19,9 +18,8 @@ from typing import Any, Callable, Optional, Union
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import _hooks
 from ._checks import check_bool, check_count
 from ._public import public_names
 from .optim.settle import settle
@@ -30,8 +28,6 @@ __all__ = ["flush", "linear", "mapped", "open", "prefetch"]
 __dir__ = public_names(__all__)
 
 _BLOCK = 64 << 20  # bytes of rows that are made at a time
-_MAPPED = WeakTensorKeyDictionary()  # table -> the process that opened it
-_hook = None
 
 
 def as_linear(rows: Tensor) -> None:
@@ -156,25 +152,23 @@ def prefetch(weight: Tensor, rows: Tensor) -> None:
 
 
 def _parameter(table: Tensor) -> nn.Parameter:
-    global _hook
     weight = nn.Parameter(table)
-    _MAPPED[weight] = os.getpid()
-    if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_before_step)
-        atexit.register(_before_exit)
+    _hooks.mapped_tables[weight] = os.getpid()
+    _hooks.before_steps(_before_step)
+    _hooks.at_exit(_before_exit)
     return weight
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Optimizers of torch.optim do not say what they write to."""
-    tables = list(_MAPPED.keys())
+    tables = list(_hooks.mapped_tables.keys())
     if tables:
         params = {param for group in optimizer.param_groups for param in group["params"]}
         for table in tables:
             if table not in params:
                 continue
             if not torch.ops.xsoftmax.mapped_table_path(table):
-                del _MAPPED[table]
+                del _hooks.mapped_tables[table]
                 warnings.warn("tables: a table that lay in a file has been moved to other memory (share_memory_, torch.multiprocessing, .to()): what is "
                               "trained from here on does not reach the file", stacklevel=2)
                 continue
@@ -184,6 +178,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _before_exit() -> None:
     """Files are marked as whole when the process ends: nothing may be owed then, since the next process does not know of it before its first step."""
     process = os.getpid()
-    for table in list(_MAPPED.keys()):
-        if _MAPPED[table] == process:
+    for table in list(_hooks.mapped_tables.keys()):
+        if _hooks.mapped_tables[table] == process:
             settle(table)

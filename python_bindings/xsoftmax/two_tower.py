@@ -10,6 +10,7 @@ from torch.types import Device
 from ._checks import check_bool, check_count, check_tensor
 from ._memory import device_of_values, fill_empty, moved_table
 from ._options import option_text
+from ._placement import LOCAL
 from ._typing import Module
 from .samplers import StreamingCounts
 
@@ -71,6 +72,7 @@ class TwoTowerLoss(Module):
     """
 
     reduction: str
+    _class_table = LOCAL
 
     def __init__(self, num_items: Optional[int] = None, *, estimator: str = "sampled_softmax", temperature: Union[float, Tensor] = 1.0,
                  similarity: str = "dot", counts: Union[StreamingCounts, bool, None] = None, remove_accidental_hits: bool = True, memory: int = 0,
@@ -108,7 +110,7 @@ class TwoTowerLoss(Module):
             self.counts.to(device)
         for buffer, table in zip(("memory", "memory_id", "memory_state"), memories):
             self.register_buffer(buffer, table.to(device))
-        self._shared, self._group = False, None  # whether candidates are those of a group's ranks, which TorchScript refuses
+        self._shared = False  # whether candidates are those of several ranks, which TorchScript refuses
 
     def forward(self, query: Tensor, item: Tensor, item_id: Tensor, negatives: Optional[Tuple[Tensor, Tensor]] = None,
                 weight: Optional[Tensor] = None) -> Tensor:
@@ -142,8 +144,9 @@ class TwoTowerLoss(Module):
             more = [negatives[0], negatives[1]]
         if self._shared:
             return self._of_ranks(query, item, item_id, more, weight)
-        if not torch.jit.is_scripting() and self.counts is not None and self.counts._group is not None:
-            return self._of_ranks(query, item, item_id, more, weight)
+        if not torch.jit.is_scripting():
+            if self.counts is not None and not self.counts._ranks.alone:
+                return self._with_counts_of_ranks(query, item, item_id, more, weight)
         return self._step(query, item, item_id, more, [], weight, True, self._options)
 
     def _step(self, query: Tensor, item: Tensor, item_id: Tensor, negatives: List[Tensor], everyone: List[Tensor], weight: Optional[Tensor], counting: bool,
@@ -226,9 +229,23 @@ class TwoTowerLoss(Module):
 
     @torch.jit.unused
     def _of_ranks(self, query: Tensor, item: Tensor, item_id: Tensor, negatives: List[Tensor], weight: Optional[Tensor]) -> Tensor:
-        from .distributed.two_tower import step_of_ranks
+        return self._class_table.tower_step(self, query, item, item_id, negatives, weight)
 
-        return step_of_ranks(self, query, item, item_id, negatives, weight)
+    @torch.jit.unused
+    def _with_counts_of_ranks(self, query: Tensor, item: Tensor, item_id: Tensor,
+                              negatives: List[Tensor], weight: Optional[Tensor]) -> Tensor:
+        """The step of a batch whose candidates are its own, beside counts of all ranks' items."""
+        counts: Any = self.counts
+        torch.ops.xsoftmax.check_two_tower(query, item, item_id, negatives, weight,
+                                           self._memories(), True, self._options)
+        if self.training and counts.training:
+            named = [("item_id", item_id)]
+            named += [("ids of negatives", ids) for ids in negatives[1:]]
+            for name, ids in named:
+                torch.ops.xsoftmax.known_ids(ids, counts.num_ids or 0, self._name, name,
+                                             self._has_num_items())
+            counts.update(item_id)
+        return self._step(query, item, item_id, negatives, [], weight, False, self._options)
 
     def extra_repr(self) -> str:
         return self._options.replace(",", ", ")

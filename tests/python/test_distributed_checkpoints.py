@@ -72,7 +72,7 @@ class Run:
     def whole(self):
         """All of its state, as of one process."""
         state = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        for number, of_param in xs.distributed._state.whole_state(self.optimizer, self.optimizer.state_dict())["state"].items():
+        for number, of_param in xs._placement.whole_state(self.optimizer, self.optimizer.state_dict())["state"].items():
             # Behind its head "owed" keeps what is no longer owed.
             state |= {f"{number}.{name}": value[:4] if name == "owed" else value for name, value in of_param.items() if value is not None}
         return {name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone() for name, value in state.items()}
@@ -285,7 +285,7 @@ def several_optimizers(rank, size, folder):
         xs.distributed.save_checkpoint(folder, state, 3)
     whole = {f"model.{name}": value for name, value in model.state_dict().items()}
     for place, optimizer in enumerate(optimizers):
-        of_params = xs.distributed._state.whole_state(optimizer, optimizer.state_dict())["state"]
+        of_params = xs._placement.whole_state(optimizer, optimizer.state_dict())["state"]
         whole |= {f"{place}.{number}.{name}": value for number, of_param in of_params.items() for name, value in of_param.items()}
     whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value) for name, value in whole.items()}
     return begin, whole, random.get_state(), scheduler.get_last_lr(), state["epoch"], state["more"]["total"].tolist(), state["more"]["name"]
@@ -306,7 +306,7 @@ def sparse_momentum(rank):
     model(torch.randn(3, D), torch.arange(3)).backward()
     optimizer.step()
     with pytest.raises(TypeError, match=r"SGD: expected dense state with a row for each class, .* got momentum_buffer of shape .* layout torch.sparse_coo"):
-        xs.distributed._state.whole_state(optimizer, optimizer.state_dict())
+        xs._placement.whole_state(optimizer, optimizer.state_dict())
 
 
 def test_state_that_cannot_be_split():

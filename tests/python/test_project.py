@@ -1,5 +1,7 @@
 """What the repository says of itself: licence, version, citation, how to contribute."""
 
+import ast
+import graphlib
 import re
 from importlib import metadata
 from pathlib import Path
@@ -75,6 +77,74 @@ def test_folders_of_csrc_include_those_below():
         for folder in set(re.findall(r'#include "(\w+)/', path.read_text())) & set(height):
             here = path.parent.name
             assert folder == here or height[folder] < height[here], f"{path.relative_to(ROOT)} includes a header of {folder}"
+
+
+PACKAGE = ROOT / "python_bindings/xsoftmax"
+
+
+def modules_of_the_package():
+    """Names of modules below `xsoftmax`, by dots, and their files; "__init__" is its own."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(name, path, modules):
+    """The modules of the package that one imports, wherever the import stands.
+
+    Who imports a module of another package runs the `__init__` of that package as well.
+    """
+    folder = path.relative_to(PACKAGE).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            wanted = [each.name.split(".") for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = ["xsoftmax", *folder][:len(folder) + 2 - node.level] if node.level else []
+            start += node.module.split(".") if node.module else []
+            wanted = [[*start, each.name] for each in node.names]
+        else:
+            is_call = isinstance(node, ast.Call)
+            called = ast.unparse(node.func).split(".")[-1] if is_call else ""
+            by_text = called in ("import_module", "__import__")
+            assert not by_text or path.name == "__init__.py", f"{name} imports by text"
+            continue
+        for parts in wanted:
+            if parts[0] != "xsoftmax":
+                continue
+            whole = ".".join(parts[1:])
+            target = whole if whole in modules else ".".join(parts[1:-1]) or "__init__"
+            yield target
+            if "." in target and target.split(".")[0] not in folder:
+                yield target.split(".")[0]
+
+
+def imports_of_the_package():
+    modules = modules_of_the_package()
+    return {name: set(imports_of(name, path, modules)) for name, path in modules.items()}
+
+
+def test_modules_of_the_package_import_those_below():
+    """The layers that CONTRIBUTING.md names; a circle would make the order of imports matter."""
+    rows = re.search(r"^\| layer .*?\n\|-.*?\n(.*?)\n\n", read("CONTRIBUTING.md"), re.M | re.S)[1]
+    layers = [re.findall(r"`(\w+)`", row) for row in rows.splitlines()]
+    named = [name for layer in layers for name in layer]
+    imports = imports_of_the_package()
+    assert sorted(named) == sorted({name.split(".")[0] for name in imports})
+    height = {name: number for number, layer in enumerate(layers) for name in layer}
+    for name, targets in imports.items():
+        for target in targets:
+            assert height[target.split(".")[0]] <= height[name.split(".")[0]], \
+                f"{name} imports {target}, which is above it"
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, which names a circle
+
+
+def test_tables_over_ranks_are_known_above_alone():
+    """A program on one process never loads them, and a build of torch may lack what they need."""
+    knows = {name for name, targets in imports_of_the_package().items()
+             if any(target.split(".")[0] == "distributed" for target in targets)}
+    assert {name for name in knows if name.split(".")[0] != "distributed"} == {"__init__"}
 
 
 def estimators():

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import xsoftmax as xs
 from ranks import ranks
-from xsoftmax.distributed import _group
+from xsoftmax import _ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo here")
 N, D = 50, 6
@@ -142,17 +142,17 @@ class CountedBytes:
     """What this rank receives from others."""
 
     def __enter__(self):
-        self.bytes, self.before = 0, _group.all_gather
+        self.bytes, self.before = 0, _ranks.all_gather
 
         def counted(output, input, **options):
             self.bytes += output.nbytes - input.nbytes
             return self.before(output, input, **options)
 
-        _group.all_gather = counted
+        _ranks.all_gather = counted
         return self
 
     def __exit__(self, *_):
-        _group.all_gather = self.before
+        _ranks.all_gather = self.before
 
 
 def bytes_of_a_step(rank, num_classes):
@@ -220,6 +220,36 @@ def test_ranks_that_disagree_hear_so():
     assert first == second
     for message, (a, b) in zip(first, (("50", "51"), ("3", "4"), ("mean", "sum"), ("float32", "bfloat16"))):
         assert a in message and b in message
+
+
+def twice(rank, first, second):
+    """A table that is over ranks already would be overwritten, or keep hooks of the other way."""
+    loss = getattr(xs.distributed, first)(LOSSES["shared"]())
+    rows = loss.linear.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=f"{second}: expected a model that is not .* yet, got one that is"):
+        getattr(xs.distributed, second)(loss)
+    assert torch.equal(loss.linear.weight, rows)
+    loss(torch.randn(3, D), torch.arange(3)).backward()
+
+
+@pytest.mark.parametrize("first, second", [("replicate", "shard_classes"), ("shard_classes", "replicate")])
+def test_a_table_goes_over_ranks_once(first, second):
+    ranks(2).run(twice, first, second)
+
+
+def copy_of_counts(rank):
+    """A copy counts what this rank shows it: another rank may have none."""
+    counts = xs.distributed.share_counts(xs.samplers.StreamingCounts(4))
+    counts.update(torch.tensor([rank]))
+    again = copy.deepcopy(counts)
+    if rank == 0:
+        again.update(torch.tensor([3]))
+    counts.update(torch.tensor([2]))
+    return counts.count.tolist(), again.count.tolist()
+
+
+def test_a_copy_of_shared_counts_counts_by_itself():
+    assert ranks(2).run(copy_of_counts) == [([1, 1, 2, 0], [1, 1, 0, 1]), ([1, 1, 2, 0], [1, 1, 0, 0])]
 
 
 def misuse(rank):

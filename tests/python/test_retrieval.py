@@ -180,20 +180,20 @@ def test_follows_the_table():
         loss(query, target).backward()
         optimizer.step()
         optimizer.zero_grad()
-    index = xs.retrieval._indices[loss][1]
+    index = xs._hooks.search_indices[loss][1]
     loss.search(query, 5), loss.eval().search(query, 7)
-    kept = xs.retrieval._indices[loss][1]
+    kept = xs._hooks.search_indices[loss][1]
     loss.search(query, 5)
-    assert kept is xs.retrieval._indices[loss][1] and kept is not index
+    assert kept is xs._hooks.search_indices[loss][1] and kept is not index
     other = copy.deepcopy(loss)
     assert set(other.state_dict()) == {"linear.weight", "linear.bias"}
     with torch.no_grad():
         other.linear.weight.neg_()
     assert torch.equal(other.search(query, 5).ids, expected(query, other.linear.weight, other.linear.bias, 5)[1])
-    count = len(xs.retrieval._indices)
+    count = len(xs._hooks.search_indices)
     del other, loss, optimizer
     gc.collect()
-    assert len(xs.retrieval._indices) < count
+    assert len(xs._hooks.search_indices) < count
 
 
 @pytest.mark.parametrize("rule", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])

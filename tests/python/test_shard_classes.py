@@ -335,7 +335,7 @@ def bytes_of_a_step(rank, size, exchange, sampler, num_classes, samples, queries
     input = torch.randn(queries, width, requires_grad=True)
     target = torch.randint(num_classes, (queries,), generator=torch.Generator().manual_seed(rank))
     loss(input, target).backward()  # begins an index
-    received, group = 0, xs.distributed._group
+    received, group = 0, xs._ranks
     originals = torch.distributed.all_to_all_single, group.all_gather, torch.distributed.all_reduce, torch.distributed.broadcast
 
     def counted(original, share):

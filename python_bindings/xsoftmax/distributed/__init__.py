@@ -1,10 +1,10 @@
 """Class tables on several machines, over torch.distributed: each rank is a process, as torchrun starts them."""
 
 from .._public import public_names
-from ._group import leave_out
 from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .class_parallel import ClassParallel, shard_classes
 from .counts import share_counts
+from ._models import leave_out
 from .embedding import TiedEmbedding
 from .replicate import no_sync, replicate
 from .two_tower import share_candidates

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._group import Ragged
+from .._ranks import Ragged
 
 
 class ClassShards:

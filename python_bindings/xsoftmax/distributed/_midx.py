@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _ranks
 from ..optim.settle import settle
 from ..samplers import CandidateSet, MidxSampler, Sampler, UnionSampler
 from ..samplers.sampler import draw_seed, one_set
 from ._exchange import ClassShards, Requests, same_generator, unique_of
-from ._group import all_gather
 from ._state import rows_of_all, rows_of_rank
 
 
@@ -97,7 +97,7 @@ class ShardedMidxSampler(Sampler):
         order, begins, *_ = torch.ops.xsoftmax.midx_cells(self.cell, None, self.codewords, drawn)
         counts = begins.diff()
         of_ranks = counts.new_empty(shards.size * counts.numel())
-        all_gather(of_ranks, counts, group=shards.group)
+        _ranks.all_gather(of_ranks, counts, group=shards.group)
         of_ranks = of_ranks.view(shards.size, -1)
         whole = of_ranks.sum(0)
         start = torch.cat([whole.new_zeros(1), whole.cumsum(0)])

@@ -1,11 +1,12 @@
 """State of split tables and of their optimizers: whole tables as DTensors outside, each rank's rows inside."""
 
-from typing import Any, Callable, Dict
+from typing import Any, Dict
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from .._placement import State, Table
 from ._exchange import ClassShards
 
 _OWED_HEADER = 4  # numbers of "owed" before its table, which is empty after a flush (csrc/optim/owed_table.h)
@@ -28,23 +29,25 @@ def rows_of_rank(owner: str, name: str, table: Tensor, shards: ClassShards) -> T
     return table
 
 
-def whole_state(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
-    """A `state_dict()` with the rows of split parameters as DTensors."""
-    return _with_state(optimizer, state_dict, _whole)
+class ShardedTable(Table):
+    """Rows that ranks have split, each a chunk of them."""
 
+    is_local, is_split = False, True
 
-def state_of_rank(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
-    """The same for `load_state_dict`: state as :func:`rows_of_rank` takes it becomes this rank's rows."""
-    return _with_state(optimizer, state_dict, _of_rank)
+    def __init__(self, shards: ClassShards) -> None:
+        self.shards = shards
 
+    def norm(self, of_rows: Tensor, norm_type: float) -> Tensor:
+        return self.shards.norm(of_rows, norm_type)
 
-def _with_state(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any], convert: Callable[..., Any]) -> Dict[str, Any]:
-    state = dict(state_dict["state"])
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"]):
-        for param, key in zip(group["params"], saved["params"]):
-            if key in state and hasattr(param, "_class_shards"):
-                state[key] = convert(type(optimizer).__name__, optimizer, group, param, state[key])
-    return {**state_dict, "state": state}
+    def whole_state(self, optimizer: Any, group: Dict[str, Any], param: Any, state: State) -> State:
+        """Returns the rows as DTensors."""
+        return _whole(optimizer, group, param, state, self.shards)
+
+    def state_of_rank(self, optimizer: Any, group: Dict[str, Any], param: Any,
+                      state: State) -> State:
+        """Returns state, as :func:`rows_of_rank` takes it, of this rank's rows."""
+        return _of_rank(optimizer, group, param, state, self.shards)
 
 
 def _is_number(group: Dict[str, Any], name: str, value: Any) -> bool:
@@ -52,8 +55,9 @@ def _is_number(group: Dict[str, Any], name: str, value: Any) -> bool:
     return not isinstance(value, Tensor) or value.dim() == 0 or (name == "momentum_buffer" and not group["momentum"])
 
 
-def _whole(owner: str, optimizer: torch.optim.Optimizer, group: Dict[str, Any], param: Any, state: Dict[str, Any]) -> Dict[str, Any]:
-    whole, shards = {}, param._class_shards
+def _whole(optimizer: Any, group: Dict[str, Any], param: Any, state: State,
+           shards: ClassShards) -> State:
+    owner, whole = type(optimizer).__name__, {}
     for name, value in state.items():
         if name == "owed":
             whole[name] = _flushed(optimizer, group, param, shards.num_classes, value)
@@ -67,8 +71,9 @@ def _whole(owner: str, optimizer: torch.optim.Optimizer, group: Dict[str, Any], 
     return whole
 
 
-def _of_rank(owner: str, optimizer: torch.optim.Optimizer, group: Dict[str, Any], param: Any, state: Dict[str, Any]) -> Dict[str, Any]:
-    local = {}
+def _of_rank(optimizer: Any, group: Dict[str, Any], param: Any, state: State,
+             shards: ClassShards) -> State:
+    owner, local = type(optimizer).__name__, {}
     for name, value in state.items():
         if name == "owed":
             if value[0] != state["step"]:
@@ -76,7 +81,7 @@ def _of_rank(owner: str, optimizer: torch.optim.Optimizer, group: Dict[str, Any]
                                  f"after step {int(value[0])}")
             local[name] = _flushed(optimizer, group, param, len(param), value)
         else:
-            local[name] = value if _is_number(group, name, value) else rows_of_rank(owner, name, value, param._class_shards)
+            local[name] = value if _is_number(group, name, value) else rows_of_rank(owner, name, value, shards)
     return local
 
 

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from .._checks import check_count
 from .._files import is_locked, is_named
+from .._placement import state_of_rank, table_of, whole_state
 from ..optim._base import RowOptimizer
-from ._state import rows_of_all, state_of_rank, whole_state
+from ._state import ShardedTable, rows_of_all
 
 _RANDOM = "random"  # generators, of which each rank has its state
 _HIDDEN = ".step-"  # what is being written or removed
@@ -311,7 +312,8 @@ def _empty_state(param: Tensor, name: str, entry: Any) -> Any:
     size, dtype = list(entry.size), entry.properties.dtype
     if isinstance(param, DTensor) and entry.size == param.shape:  # of fully_shard
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
-    shards = getattr(param, "_class_shards", None)
-    if shards is not None and size[:1] == [shards.num_classes] and name != "owed":
-        return rows_of_all(torch.empty([len(param), *size[1:]], dtype=dtype, device=param.device), shards)
+    table = table_of(param)
+    if isinstance(table, ShardedTable) and size[:1] == [table.shards.num_classes] and name != "owed":
+        rows = torch.empty([len(param), *size[1:]], dtype=dtype, device=param.device)
+        return rows_of_all(rows, table.shards)
     return torch.empty(size, dtype=dtype, device=param.device)

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._memory import device_of_values, table_empty
 from .._options import option_text
+from .._placement import attach, table_of
+from .._ranks import Ragged, broadcast, check_alike, group_of
 from .._table import TableModule, flat_queries, refuse_data_parallel
 from ..estimators import is_registered
 from ..linear_losses import LinearCrossEntropyLoss, LinearLoss
@@ -19,9 +21,9 @@ from ..samplers import columns_of
 from ._candidates import candidate_numbers, draws_for_a_part, drawing_for, of_rank, without_a_draw
 from ._exchange import (ClassShards, FetchRows, GatherQueries, ScaleGradient, ScatterShares, ScoresOfAll, SumOverRanks, rank_generator,
                         row_requests, start_same_generator, unique_of)
-from ._group import Ragged, broadcast, check_alike, facts_of, group_of, leave_out
 from ._midx import ask_owners, check_sampler, split_sampler
-from ._state import rows_of_all, rows_of_rank
+from ._models import facts_of, leave_out
+from ._state import ShardedTable, rows_of_all, rows_of_rank
 from .replicate import replicate_tables
 
 EXCHANGES = ("auto", "queries", "rows")
@@ -33,12 +35,13 @@ class ShardedLoss(LinearLoss):
 
     def _shard(self, shards: ClassShards, exchange: str) -> None:
         linear, self._shards, self._exchange = self.linear, shards, exchange
-        is_made = not linear.weight.is_meta
+        is_made, split = not linear.weight.is_meta, ShardedTable(shards)
+        attach(split, self)
         for name, table in list(linear.named_parameters()):
             rows = shards.local(table.detach())
             rows = rows.clone() if is_made else table_empty(*rows.shape, dtype=rows.dtype, device=shards.mesh.device_type)
             local = nn.Parameter(rows, requires_grad=table.requires_grad)
-            local._class_shards = shards  # type: ignore[attr-defined]  # for clip_grad_norm_
+            attach(split, local)
             setattr(linear, name, local)
         linear.out_features = shards.end - shards.begin
         if not is_made:
@@ -338,6 +341,7 @@ def shard_classes(model: nn.Module, mesh: Optional[DeviceMesh] = None, *, exchan
     Raises:
         TypeError, ValueError: a module without such a loss; a sampler, an estimator or an exchange that do not go together; an estimator written in
             Python; ranks that disagree, with both values
+        RuntimeError: no process group; a loss that is replicated
     """
     owner = "shard_classes"
     group = group_of(owner, mesh)
@@ -370,6 +374,8 @@ def check_splits(owner: str, loss: TableModule, exchange: str) -> None:
     if type(loss) not in _SHARDED:
         raise TypeError(f"{owner}: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, which is not split yet, got {type(loss).__name__}: "
                         "replicate it")
+    if not table_of(loss).is_local:
+        raise RuntimeError(f"{owner}: expected a model that is not replicated yet, got one that is")
     if isinstance(loss, LinearLoss) and (loss.logit_scale != 1.0 or loss.softcap is not None or loss.z_loss != 0.0):
         raise ValueError(f"{owner}: expected a loss with logit_scale=1, softcap=None and z_loss=0, which tables over ranks do not support yet, got "
                          f"{loss.logit_scale}, {loss.softcap} and {loss.z_loss}: replicate it")

@@ -5,14 +5,14 @@ from typing import Optional
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._ranks import Together, broadcast, check_alike, group_of
 from ..samplers import StreamingCounts
-from ._group import broadcast, check_alike, group_of
 
 
 def count_over(model: nn.Module, group: dist.ProcessGroup) -> None:
     for module in model.modules():
         if isinstance(module, StreamingCounts):
-            module._group = group  # type: ignore[assignment]
+            module._ranks = Together("StreamingCounts", group)
 
 
 def share_counts(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.Module:

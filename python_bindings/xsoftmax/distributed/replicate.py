@@ -2,16 +2,18 @@
 
 import contextlib
 import weakref
-from typing import Any, Iterator, List, Optional
+from typing import Any, Iterator, List, Optional, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._placement import Table, attach, table_of
+from .._ranks import Ragged, broadcast, check_alike, group_of
 from .._table import TableModule
 from ..optim._base import sparse_rows
-from ._group import Ragged, broadcast, check_alike, facts_of, group_of, leave_out, tables_of
+from ._models import facts_of, leave_out, tables_of
 from .counts import count_over
 
 
@@ -38,18 +40,37 @@ class _Exchange:
         parameter.grad = torch.sparse_coo_tensor(of_ranks.gather(rows)[None], of_ranks.gather(values).div_(size), grad.shape, check_invariants=False)
 
 
+class ReplicatedTable(Table):
+    """Rows that every rank has, all of them. The gradients of its parameters are averaged."""
+
+    is_local = False
+
+    def __init__(self, name: str, module: nn.Module, group: dist.ProcessGroup) -> None:
+        self.exchanges = [_Exchange(f"{name}.{parameter}", value, group)
+                          for parameter, value in module.named_parameters()]
+
+    def check(self, owner: str, parameters: Sequence[Optional[Tensor]]) -> None:
+        # fully_shard puts parameters of its own in the place of those that it is not told to leave
+        # out.
+        known = [exchange.parameter() for exchange in self.exchanges]
+        if any(table is not None and all(table is not each for each in known)
+               for table in parameters):
+            raise RuntimeError(f"{owner}: expected the parameters that were replicated, got others: call "
+                               "fully_shard(model, ..., ignored_params=set(loss.parameters())), which leaves the table out")
+
+
 def replicate_tables(owner: str, tables: List[TableModule], group: dist.ProcessGroup) -> None:
     """Those that all ranks have alike."""
-    if any(hasattr(table, "_exchanges") for table in tables):
-        raise RuntimeError(f"{owner}: expected a model that is not replicated yet, got one that is")
+    for table in tables:
+        if not table_of(table).is_local:
+            way = "split over ranks" if table_of(table).is_split else "replicated"
+            raise RuntimeError(f"{owner}: expected a model that is not {way} yet, got one that is")
     for table in tables:
         table.settle()
         broadcast([*table.parameters(), *table.buffers()], group)
         count_over(table, group)
         table._mark_tables()
-        table._exchanges = []
-        for name, parameter in table.named_parameters():
-            table._exchanges.append(_Exchange(f"{table._name}.{name}", parameter, group))
+        attach(ReplicatedTable(table._name, table, group), table)
 
 
 def replicate(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.Module:
@@ -79,7 +100,7 @@ def replicate(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.Module:
         `model`.
 
     Raises:
-        RuntimeError: no process group; a model that is replicated already
+        RuntimeError: no process group; a model that is replicated already, or split over ranks
         ValueError: a model without a class table; ranks that disagree on a table, with both values
     """
     owner = "replicate"
@@ -99,7 +120,8 @@ def replicate(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.Module:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Gradients of replicated tables stay each rank's inside, as in ``DistributedDataParallel.no_sync()``, and are averaged, with what has
     accumulated, by the first backward pass outside."""
-    exchanges = [exchange for table in tables_of(model) for exchange in getattr(table, "_exchanges", [])]
+    replicated = [place for place in map(table_of, tables_of(model)) if isinstance(place, ReplicatedTable)]
+    exchanges = [exchange for place in replicated for exchange in place.exchanges]
     before = [exchange.enabled for exchange in exchanges]
     for exchange in exchanges:
         exchange.enabled = False

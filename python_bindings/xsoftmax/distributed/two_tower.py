@@ -7,9 +7,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._placement import Table, attach
+from .._ranks import Ragged, broadcast, check_alike, group_of
 from ..two_tower import TwoTowerLoss
 from ._exchange import GatherQueries
-from ._group import Ragged, broadcast, check_alike, group_of
 
 
 def _gathered(vectors: Tensor, ids: Tensor, group: dist.ProcessGroup) -> List[Tensor]:
@@ -17,27 +18,31 @@ def _gathered(vectors: Tensor, ids: Tensor, group: dist.ProcessGroup) -> List[Te
     return [GatherQueries.apply(vectors, batch), batch.gather(ids)]
 
 
-def step_of_ranks(loss: TwoTowerLoss, query: Tensor, item: Tensor, item_id: Tensor, negatives: List[Tensor], weight: Optional[Tensor]) -> Tensor:
-    """The step of a loss whose candidates, or whose counts alone, are of all ranks."""
-    counts: Any = loss.counts
-    group = loss._group
-    torch.ops.xsoftmax.check_two_tower(query, item, item_id, negatives, weight, loss._memories(), counts is not None, loss._options)
-    if group is None:  # counts alone
-        counting = loss.training and counts.training
-        if counting:
-            for name, ids in [("item_id", item_id), *([] if not negatives else [("ids of negatives", negatives[1])])]:
-                torch.ops.xsoftmax.known_ids(ids, counts.num_ids or 0, loss._name, name, loss._has_num_items())
-            counts.update(item_id)
-        return loss._step(query, item, item_id, negatives, [], weight, False, loss._options)
-    if negatives and negatives[0].dim() == 2:
-        negatives = _gathered(*negatives, group)
-    of_queries = loss._step(query, item, item_id, negatives, _gathered(item, item_id, group), weight, True,
-                            loss._options.replace("reduction=mean", "reduction=sum"))
-    if loss.reduction != "mean":
-        return of_queries
-    total = of_queries.new_full([], len(item_id)) if weight is None else weight.detach().to(of_queries.dtype).sum()
-    dist.all_reduce(total, group=group)
-    return of_queries * (dist.get_world_size(group) / total)
+class SharedItems(Table):
+    """The item vectors that all ranks have just computed, each those of its part of the batch."""
+
+    is_local = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def tower_step(self, loss: Any, query: Tensor, item: Tensor, item_id: Tensor,
+                   negatives: List[Tensor], weight: Optional[Tensor]) -> Tensor:
+        torch.ops.xsoftmax.check_two_tower(query, item, item_id, negatives, weight,
+                                           loss._memories(), loss.counts is not None, loss._options)
+        if negatives and negatives[0].dim() == 2:
+            negatives = _gathered(negatives[0], negatives[1], self.group)
+        options = loss._options.replace("reduction=mean", "reduction=sum")
+        of_queries: Tensor = loss._step(query, item, item_id, negatives,
+                                        _gathered(item, item_id, self.group), weight, True, options)
+        if loss.reduction != "mean":
+            return of_queries
+        if weight is None:
+            total = of_queries.new_full([], len(item_id))
+        else:
+            total = weight.detach().to(of_queries.dtype).sum()
+        dist.all_reduce(total, group=self.group)
+        return of_queries * (dist.get_world_size(self.group) / total)
 
 
 def share_candidates(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.Module:
@@ -82,5 +87,6 @@ def share_candidates(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.
     check_alike(owner, facts, group)
     for loss in losses:
         broadcast(list(loss.buffers()), group)
-        loss._shared, loss._group = True, group
+        loss._shared = True
+        attach(SharedItems(group), loss)
     return model

@@ -8,8 +8,9 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .. import _first_step
+from .. import _first_step, _hooks
 from .._options import option_text
+from .._placement import state_of_rank, whole_state
 from . import _torch_options, _values
 
 
@@ -43,10 +44,6 @@ def _is_of_no_step(group: Dict[str, Any], param: Any) -> bool:
     """Whether a table with row-sparse gradients is shown a dense one of zeros at a learning rate of zero: so torch.distributed.checkpoint.state_dict
     has an optimizer make the state that it will load."""
     return getattr(param, "_row_gradients", False) and group["lr"] == 0 and not param.grad.any()
-
-
-def _is_split(optimizer: torch.optim.Optimizer) -> bool:
-    return any(hasattr(param, "_class_shards") for group in optimizer.param_groups for param in group["params"])
 
 
 def _is_fixed(value: Any) -> bool:
@@ -161,6 +158,8 @@ class RowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError, TypeError, IndexError, RuntimeError: as the class
         """
+        if _hooks.deferred:
+            _hooks.run_deferred()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -193,27 +192,40 @@ class RowOptimizer(torch.optim.Optimizer):
         """Brings every row of every table up to date: applies the steps that rows without a gradient still owe (the catch-up of lazy updates).
 
         It touches all N rows. Reading a table through the library (``eval()``, ``topk``, ``state_dict()`` and the like) does the same. Call it before tables
-        are read by other means. An optimizer that is deleted calls it. Given the same gradients, training goes on as if it had not been called, up to rounding.
+        are read by other means. An optimizer that is deleted calls it (after the capture, where that is during one of a CUDA
+        graph). Given the same gradients, training goes on as if it had not been called, up to rounding.
         """
-        for param, state in self.state.items():
-            if state:
-                self._call("_flush_", _local(param), self._tensors(state))
+        if _hooks.deferred:
+            _hooks.run_deferred()
+        self._flush_later()()
+
+    def _flush_later(self) -> Callable[[], None]:
+        """Returns what :meth:`flush` does, without a reference to the optimizer."""
+        flush = getattr(torch.ops.xsoftmax, self._op + "_flush_")
+        states = [(_local(param), self._tensors(state))
+                  for param, state in self.state.items() if state]
+
+        def flush_states() -> None:
+            with torch.no_grad():
+                for param, tensors in states:
+                    flush(param, tensors)
+
+        return flush_states
 
     def __del__(self) -> None:
         # What is owed would go with the state: a function that trains and returns the model leaves nothing else behind.
         if not sys.is_finalizing() and hasattr(self, "state"):
             with contextlib.suppress(Exception):  # of a table that has moved elsewhere
-                self.flush()
+                if _hooks.is_capturing():  # the collector of cycles chose this moment
+                    _hooks.defer(self._flush_later())
+                else:
+                    self.flush()
 
     def state_dict(self) -> Dict[str, Any]:
         """As torch.optim's, after :meth:`flush`. State of a table that is split over ranks (:mod:`xsoftmax.distributed`) is that of the whole table:
         DTensors where it has a row for each class, and as one process would have it else."""
         self.flush()
-        state_dict = super().state_dict()
-        if _is_split(self):
-            from ..distributed._state import whole_state
-            state_dict = whole_state(self, state_dict)
-        return state_dict
+        return whole_state(self, super().state_dict())
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """As torch.optim's, except that state keeps the dtype it was saved in: counters stay integers, and the float32 state of
@@ -228,10 +240,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 loaded then
             TypeError: state of rows of another dtype, moments of integers, an option of another type; nothing is loaded then
         """
-        state_dict = _with_numbers(state_dict)
-        if _is_split(self):
-            from ..distributed._state import state_of_rank
-            state_dict = state_of_rank(self, state_dict)
+        state_dict = state_of_rank(self, _with_numbers(state_dict))
         self._check_state(state_dict)
         before = self.state, self.param_groups
         replaced = [self._tensors(state) for state in self.state.values() if state]

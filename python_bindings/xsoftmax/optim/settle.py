@@ -3,6 +3,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from .. import _hooks
+
 
 def settle(table: Optional[Tensor]) -> None:
     """Brings every row of a class table up to date if a row optimizer owes it steps (the catch-up of lazy updates); a look-up otherwise.
@@ -21,5 +23,7 @@ def settle(table: Optional[Tensor]) -> None:
         if torch.compiler.is_exporting():
             return  # an exported program may not write to its parameters
         raised = torch.compiler.is_compiling()
+        if not raised and _hooks.deferred:
+            _hooks.run_deferred()
     with torch.no_grad():  # torch.compile gives a copy to an operator that writes to a parameter while gradients are recorded
         torch.ops.xsoftmax.settle_(table, raised)

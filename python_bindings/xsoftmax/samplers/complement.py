@@ -63,10 +63,6 @@ class ComplementSampler(DescribedSampler):
     def extra_repr(self) -> str:
         return self.options.replace(",", ", ")
 
-    @torch.jit.unused
-    def outside_target(self) -> "ComplementSampler":
-        return self
-
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
         """Draws outside the target; of several classes of a query, outside the first. See :meth:`Sampler.sample`."""
@@ -173,6 +169,16 @@ class ComplementSampler(DescribedSampler):
         if self.sampler is not None:
             stats = self.sampler.refresh(weight, bias)
         return stats
+
+
+def outside_target(sampler: Sampler) -> ComplementSampler:
+    """Returns a sampler whose draws are those of the given one, from classes other than the target.
+
+    The estimator "complementary_sum" takes it. The given sampler belongs to it from then on.
+    """
+    if isinstance(sampler, ComplementSampler):
+        return sampler
+    return ComplementSampler(sampler, sampler.num_samples)
 
 
 def noise_outside(owner: str, noise: Union[Sampler, str], num_noises: int, num_classes: int, dim: int, bias: bool,

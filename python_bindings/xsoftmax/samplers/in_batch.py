@@ -69,7 +69,7 @@ class InBatchSampler(DescribedSampler):
     @torch.jit.unused
     def _counts_ranks(self) -> bool:
         """Whether the targets of other processes count as well."""
-        return self.streaming is not None and self.streaming._group is not None
+        return self.streaming is not None and not self.streaming._ranks.alone
 
     @torch.jit.unused
     def _sample_with_ranks(self, target: Optional[Tensor]) -> List[CandidateSet]:

@@ -5,6 +5,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tu
 import torch
 from torch import Tensor
 
+from .._arguments import describe_argument
 from .._checks import check_count, check_generator
 from .._memory import fill_empty, moved_table
 from .._typing import Module
@@ -288,15 +289,6 @@ class Sampler(KeepsTables):
         return None
 
     @torch.jit.unused
-    def outside_target(self) -> "Sampler":
-        """A sampler whose draws are those of this one, from the classes other than the target: for the estimator "complementary_sum". This sampler belongs to
-        it from then on.
-        """
-        from .complement import ComplementSampler
-
-        return ComplementSampler(self, self.num_samples)
-
-    @torch.jit.unused
     def _claim(self, owner: str) -> None:
         """A sampler belongs to one loss, whose steps it counts."""
         if self._owner:
@@ -395,3 +387,7 @@ def make_sampler(name: str, num_classes: int, num_samples: Optional[int] = None,
         raise ValueError(f"make_sampler: expected one of {sampler_names()}, got {name!r}")
     count = () if num_samples is None else (num_samples,)
     return _REGISTRY[name].for_table(num_classes, *count, dim=dim, bias=bias, **options)
+
+
+describe_argument("sampler", lambda: f"one of {sampler_names()}, a Sampler, or None where the candidates are "
+                                     "head_classes or the negatives of each call")

@@ -258,7 +258,7 @@ class UnigramSampler(StaticSampler):
     @torch.jit.unused
     def _counts_ranks(self) -> bool:
         """Whether the targets of other processes count as well."""
-        return self.streaming is not None and self.streaming._group is not None
+        return self.streaming is not None and not self.streaming._ranks.alone
 
     @torch.jit.unused
     def _sample_with_ranks(self, queries: Tensor, target: Optional[Tensor], generator: Optional[torch.Generator]) -> List[CandidateSet]:

@@ -1,7 +1,7 @@
 """How often ids stand in a stream of batches."""
 
 import numbers
-from typing import Optional
+from typing import Any, Dict, Optional
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from .._checks import check_count, check_tensor
 from .._memory import device_of_values
 from .._options import option_text
+from .._ranks import ALONE
 from .sampler import KeepsTables
 
 STATE = ("count", "total", "last", "seen")
@@ -68,10 +69,10 @@ class StreamingCounts(KeepsTables):
 
     num_ids: Optional[int]
     options: str
+    _ranks = ALONE  # whose ids are counted
 
     def __init__(self, num_ids: Optional[int], *, half_life: Optional[float] = None, alpha: Optional[float] = None, buckets: int = 2**20, hashes: int = 2):
         super().__init__()
-        self._group = None
         owner = type(self).__name__
         self.num_ids = None if num_ids is None else check_count(owner, "num_ids", num_ids, 1)
         self.options = option_text(num_ids=self.num_ids, half_life=_number(owner, "half_life", half_life), alpha=_number(owner, "alpha", alpha),
@@ -80,6 +81,10 @@ class StreamingCounts(KeepsTables):
         state = torch.ops.xsoftmax.streaming_counts(owner, self.options)
         for name, table in zip(STATE, state):
             self.register_buffer(name, table.to(device), persistent=name in ("count", "total") or state[0].is_floating_point())
+
+    def __getstate__(self) -> Dict[str, Any]:
+        # A copy counts by itself, as that of a replicated table trains by itself.
+        return {name: value for name, value in self.__dict__.items() if name != "_ranks"}
 
     def extra_repr(self) -> str:
         text = f"num_ids={self.num_ids}"
@@ -110,21 +115,19 @@ class StreamingCounts(KeepsTables):
             if mask is not None:
                 check_tensor(type(self).__name__, "mask", mask)
         if self.training:
-            if not torch.jit.is_scripting() and self._group is not None:
-                ids, mask = self._of_all_ranks(ids if mask is None else ids[mask]), None
+            if not torch.jit.is_scripting():
+                if not self._ranks.alone:
+                    ids, mask = self._of_all_ranks(ids if mask is None else ids[mask]), None
             torch.ops.xsoftmax.streaming_update_(ids, mask, self.count, self.total, self.last, self.seen, self.options)
 
     @torch.jit.unused
     def _of_all_ranks(self, ids: Tensor) -> Tensor:
         """The ids of all ranks whose counts these are."""
-        if self._group is None:
+        if self._ranks.alone:
             return ids
         if ids.dtype != torch.int64:
             raise TypeError(f"StreamingCounts: expected ids of dtype int64, got {ids.dtype}")
-        from ..distributed._group import Ragged
-
-        flat = ids.reshape(-1)
-        return Ragged(len(flat), flat.device, self._group).gather(flat)
+        return self._ranks.gather(ids.reshape(-1))
 
     @torch.jit.unused
     def resize(self, num_ids: int) -> None:
