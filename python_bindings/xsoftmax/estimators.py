@@ -69,11 +69,6 @@ def check_estimator(owner: str, name: str, label_smoothing: float, more: Sequenc
         raise ValueError(f"{owner}: expected label_smoothing=0 with estimator={name!r}, got {label_smoothing}")
 
 
-def is_registered(name: str) -> bool:
-    """Whether an estimator is written in Python."""
-    return name in _REGISTERED
-
-
 def has_noise(name: str) -> bool:
     """Whether independent draws stand for what the other candidates leave out."""
     return _REGISTERED[name][1].get("has_noise", False) if name in _REGISTERED else torch.ops.xsoftmax.estimator_has_noise(name)

@@ -211,7 +211,7 @@ class ShardedLoss(LinearLoss):
         are_fewer = batch.total < shared + self.head.numel() + (private + 1) * batch.total / batch.size
         return torch.ops.xsoftmax.estimator_is_joined(self.estimator) and (are_fewer or self._draws_by_all_queries())
 
-    def _log_z(self, device: Device) -> Optional[Tensor]:
+    def _shared_log_z(self, device: Device) -> Optional[Tensor]:
         if self.log_z is not None:
             return SumGradient.apply(self.log_z, self._shards.group)
         return None if self.fixed_log_z == 0.0 else torch.full([], self.fixed_log_z, device=device)
@@ -233,7 +233,7 @@ class ShardedLoss(LinearLoss):
         shared = [part.ids for part in sets if part.ids.dim() == 1]
         scores = ScoresOfAll.apply(queries, linear.weight, linear.bias, everyone, shown >= 0, private, torch.cat(shared) if shared else None, batch,
                                    self.sparse_grad)
-        log_z = self._log_z(queries.device)
+        log_z = self._shared_log_z(queries.device)
         options = option_text(estimator=self.estimator, remove_accidental_hits=self.remove_accidental_hits, label_smoothing=self.label_smoothing)
         columns = columns_of(sets)
         shares = torch.ops.xsoftmax.candidate_shares(scores if log_z is None else scores - log_z, known, *columns, options)
@@ -265,7 +265,7 @@ class ShardedLoss(LinearLoss):
         options |= {"ignore_index": NO_CLASS, "sparse_grad": False, "reduction": "none" if self.reduction == "none" else "sum"}
         return torch.ops.xsoftmax.sampled_softmax_loss(
             queries, weight, bias, known, places[1:], log_count, target_log_count, distinct,
-            None if self.weight is None else self.weight[classes], self._log_z(queries.device), option_text(**options))
+            None if self.weight is None else self.weight[classes], self._shared_log_z(queries.device), option_text(**options))
 
 
 class SumGradient(torch.autograd.Function):
