@@ -2,7 +2,6 @@
 
 #include <xsoftmax/sampler.h>
 
-#include <torch/nn/pimpl.h>
 
 namespace xsoftmax::samplers {
 
@@ -37,6 +36,14 @@ class ComplementSamplerImpl : public SamplerImpl {
   std::shared_ptr<SamplerImpl> sampler_; // null: uniform
   std::string options_;
 };
-TORCH_MODULE(ComplementSampler);
+class ComplementSampler : public Holder<ComplementSamplerImpl> {
+ public:
+  using Holder::Holder;
+  ComplementSampler(const Sampler& sampler, int64_t num_samples)
+      : Holder(std::make_shared<Impl>(sampler.or_null(), num_samples)) {}
+  ComplementSampler(int64_t num_classes, int64_t num_samples)
+      : Holder(std::make_shared<Impl>(num_classes, num_samples)) {}
+  explicit ComplementSampler(...) = delete; // expected: a sampler or num_classes, num_samples
+};
 
 } // namespace xsoftmax::samplers
