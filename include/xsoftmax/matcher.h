@@ -2,6 +2,7 @@
 
 // Extreme multi-label classification by a hierarchical linear model.
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
 #include <torch/custom_class.h>
@@ -15,6 +16,8 @@
 namespace xsoftmax {
 
 class BeamLayer;
+struct Examples;
+struct XRLinearTrainOptions;
 
 /// Options of XRLinear::predict and XRLinear::topk, set by calls: XRLinearPredictOptions().topk(5).beam(20).
 struct XRLinearPredictOptions {
@@ -43,6 +46,12 @@ class XRLinear : public torch::CustomClassHolder {
   /// together.
   XRLinear(int64_t features, double bias, const std::string& transform, at::Tensor labels, std::vector<std::vector<at::Tensor>> layers);
   ~XRLinear() override;
+
+  /// Trains a linear classifier for each node of a tree, layer after layer from the top: the model that xsoftmax.XRLinear.train makes of the same examples,
+  /// options and generator, bit for bit. Include matcher_training.h. Says how far it is, and can be stopped (long_work.h). Throws ValueError, TypeError and
+  /// IndexError for examples and options that do not fit.
+  static c10::intrusive_ptr<XRLinear> train(const Examples& examples, const XRLinearTrainOptions& options, std::optional<at::Generator> generator = std::nullopt);
+  static c10::intrusive_ptr<XRLinear> train(const Examples& examples);
 
   using Predictions = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
