@@ -26,7 +26,7 @@ def public_names():
             if inspect.ismodule(value) and f"{name}." in MODULES:
                 continue
             names.add(prefix + name)
-            if inspect.isclass(value) and not issubclass(value, tuple):
+            if inspect.isclass(value) and not issubclass(value, tuple) and prefix != "sklearn.":  # whose methods are scikit-learn's
                 classes.setdefault(value, prefix + name)
     for cls in classes:
         inherited = torch.nn.Module if issubclass(cls, torch.nn.Module) else torch.optim.Optimizer if issubclass(cls, torch.optim.Optimizer) else object
