@@ -53,8 +53,8 @@ struct RestoreLater {
 int64_t batch_size(size_t number, const std::vector<Tensor>& inputs) {
   TORCH_CHECK_VALUE(!inputs.empty(), kName, ": expected inputs of tower ", number, ", got none");
   for (const Tensor& input : inputs) {
-    TORCH_CHECK_VALUE(input.dim() > 0 && input.size(0) == inputs[0].size(0), kName, ": expected inputs of tower ", number,
-                      " of one batch size, got shapes ", inputs[0].sizes(), " and ", input.sizes());
+    TORCH_CHECK_VALUE(input.dim() > 0 && input.size(0) == inputs[0].size(0), kName, ": expected inputs of tower ", number, " of one batch size, got shapes ",
+                      inputs[0].sizes(), " and ", input.sizes());
   }
   return inputs[0].size(0);
 }

@@ -63,7 +63,8 @@ CaneLossImpl::CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneO
       TORCH_CHECK_VALUE(std::dynamic_pointer_cast<samplers::StreamingCountsImpl>(part) == nullptr, kName,
                         ": expected candidates that do not depend on the target, got a ", candidate_sampler->name(), " that counts targets");
     }
-    TORCH_CHECK_VALUE(candidate_sampler != cane.noise_sampler.or_null(), kName, ": expected two samplers for candidates and noise, got one for both: make a second one");
+    TORCH_CHECK_VALUE(candidate_sampler != cane.noise_sampler.or_null(), kName,
+                      ": expected two samplers for candidates and noise, got one for both: make a second one");
     if (candidate_sampler->claimed()) { // before the noise is
       candidate_sampler->claim(kName);
     }

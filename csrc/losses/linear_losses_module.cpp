@@ -311,8 +311,8 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
 namespace {
 
 SamplingOptions with_num_samples(SamplingOptions sampling, int64_t num_samples) {
-  TORCH_CHECK_VALUE(!sampling.num_samples.has_value(), kName, ": expected num_samples once, got ", num_samples,
-                    " and SamplingOptions with num_samples of ", *sampling.num_samples);
+  TORCH_CHECK_VALUE(!sampling.num_samples.has_value(), kName, ": expected num_samples once, got ", num_samples, " and SamplingOptions with num_samples of ",
+                    *sampling.num_samples);
   sampling.num_samples = num_samples;
   return sampling;
 }

@@ -281,8 +281,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
       }))
       .def("predict",
            [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& offsets, const Tensor& columns, const Tensor& values, const OptionalTensor& dense,
-              int64_t dense_begin, int64_t topk, int64_t beam, const std::string& transform, const std::string& combiner,
-              const OptionalTensor& only) {
+              int64_t dense_begin, int64_t topk, int64_t beam, const std::string& transform, const std::string& combiner, const OptionalTensor& only) {
              const auto options = XRLinearPredictOptions().topk(topk).beam(beam).transform(transform).combiner(combiner).only(only);
              return self->predict(offsets, columns, values, XRLinearPredictOptions(options).dense(dense).dense_begin(dense_begin));
            })

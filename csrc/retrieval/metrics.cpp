@@ -46,8 +46,8 @@ Hits hits_of(const char* name, const Tensor& predictions, const Tensor& truth, i
   check::dtype(name, "truth", truth, at::kLong);
   TORCH_CHECK_VALUE(predictions.dim() == 2 && predictions.size(1) >= k, name, ": expected predictions of shape [Q, ", k, " or more], got ",
                     predictions.sizes());
-  TORCH_CHECK_VALUE((truth.dim() == 1 || truth.dim() == 2) && truth.size(0) == predictions.size(0), name, ": expected truth of shape [",
-                    predictions.size(0), "] or [", predictions.size(0), ", T], got ", truth.sizes());
+  TORCH_CHECK_VALUE((truth.dim() == 1 || truth.dim() == 2) && truth.size(0) == predictions.size(0), name, ": expected truth of shape [", predictions.size(0),
+                    "] or [", predictions.size(0), ", T], got ", truth.sizes());
   const Tensor wanted = truth.dim() == 1 ? truth.unsqueeze(1) : truth, best = predictions.narrow(1, 0, k);
   for (const auto& [argument, ids] : {std::pair{"predictions", best}, std::pair{"truth", wanted}}) {
     TORCH_CHECK_VALUE(ids.numel() == 0 || ids.min().item<int64_t>() >= -1, name, ": expected classes of 0 or more in ", argument, ", or -1 for none, got ",
@@ -110,8 +110,8 @@ double coverage(const Tensor& candidates, const Tensor& target, int64_t ignore_i
   check::dtype(name, "candidates", candidates, at::kLong);
   check::dtype(name, "target", target, at::kLong);
   const bool fits = candidates.dim() == 1 || (candidates.dim() > 1 && candidates.sizes().slice(0, candidates.dim() - 1) == target.sizes());
-  TORCH_CHECK_VALUE(target.dim() >= 1 && fits, name, ": expected candidates of shape [C] or [*, C] and target of shape [*], got ", candidates.sizes(),
-                    " and ", target.sizes());
+  TORCH_CHECK_VALUE(target.dim() >= 1 && fits, name, ": expected candidates of shape [C] or [*, C] and target of shape [*], got ", candidates.sizes(), " and ",
+                    target.sizes());
   const Tensor counted = target.ge(0).logical_and(target.ne(ignore_index));
   TORCH_CHECK_VALUE(counted.any().item<bool>(), name, ": expected a target of 0 or more, got none");
   return candidates.eq(target.unsqueeze(-1)).any(-1).masked_select(counted).to(at::kDouble).mean().item<double>();

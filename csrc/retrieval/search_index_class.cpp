@@ -20,8 +20,7 @@ constexpr const char* kName = "SearchIndex";
 constexpr int64_t kCalibrating = 256; // queries that say how many cells a recall takes
 
 Tensor rows_of(const Tensor& input, const Tensor& weight) {
-  TORCH_CHECK_VALUE(input.dim() >= 1 && input.size(-1) == weight.size(1), kName, ": expected input of shape [*, ", weight.size(1), "], got ",
-                    input.sizes());
+  TORCH_CHECK_VALUE(input.dim() >= 1 && input.size(-1) == weight.size(1), kName, ": expected input of shape [*, ", weight.size(1), "], got ", input.sizes());
   return input.detach().reshape({-1, weight.size(1)});
 }
 
@@ -71,8 +70,8 @@ SearchResult SearchIndex::search(const Tensor& input, int64_t k, const SearchLim
   const int64_t classes = weight_.size(0);
   const int64_t wanted = exclude.defined() ? std::min(classes, k + exclude.size(-1)) : k;
   const std::optional<int64_t> cells = recall < 1 ? cells_of(queries, wanted, recall) : limits.max_cells;
-  const auto [scores, ids, read, certified] = search_topk(queries, weight_, optional(bias_), tensors_, wanted,
-                                                          cells.has_value() ? "max_cells=" + std::to_string(*cells) : std::string());
+  const auto [scores, ids, read, certified] =
+      search_topk(queries, weight_, optional(bias_), tensors_, wanted, cells.has_value() ? "max_cells=" + std::to_string(*cells) : std::string());
   const auto [best, best_ids] = exclude.defined() ? without(scores, ids, exclude, classes, k) : std::tuple(scores, ids);
   std::vector<int64_t> shape = batch.vec();
   shape.push_back(k);

@@ -31,9 +31,7 @@ using Options = XRLinearTrainOptions;
 
 constexpr const char* kName = "XRLinear.train";
 
-Tensor draw_seed(const std::optional<at::Generator>& generator) {
-  return at::randint(0, std::numeric_limits<int64_t>::max(), {}, generator, at::kLong);
-}
+Tensor draw_seed(const std::optional<at::Generator>& generator) { return at::randint(0, std::numeric_limits<int64_t>::max(), {}, generator, at::kLong); }
 
 SparseRowTensors canonical(const char* name, const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t width, RowKind kind) {
   auto rows = canonical_rows(name, offsets, columns, values, width, kind);
@@ -179,8 +177,8 @@ Tensor checked_relevance(const Options& options, const Examples& examples, const
   }
   const Tensor& relevance = *options.relevance();
   check::dtype(kName, "relevance", relevance, at::kFloat);
-  TORCH_CHECK_VALUE(relevance.dim() == 1 && relevance.size(0) == examples.labels.size(0), kName, ": expected relevance for each of ",
-                    examples.labels.size(0), " labels of examples, got shape ", relevance.sizes());
+  TORCH_CHECK_VALUE(relevance.dim() == 1 && relevance.size(0) == examples.labels.size(0), kName, ": expected relevance for each of ", examples.labels.size(0),
+                    " labels of examples, got shape ", relevance.sizes());
   TORCH_CHECK_VALUE(labels.columns.equal(examples.labels.to(at::kInt)) && labels.offsets.equal(examples.label_offsets), kName,
                     ": expected labels of an example that rise beside relevance, got others");
   TORCH_CHECK_VALUE(relevance.ge(0).logical_and(relevance.isfinite()).all().item<bool>(), kName, ": expected relevance of at least 0, got less");
@@ -241,8 +239,8 @@ Rows pii(const Examples& examples) {
 Rows pifa(const Examples& examples) {
   const auto rows = features_of("pifa", examples);
   const auto labels = pairs_of("pifa", examples.label_offsets, examples.labels, examples.num_labels);
-  TORCH_CHECK_VALUE(rows.offsets.size(0) == labels.offsets.size(0), "pifa: expected features and labels of as many examples, got ",
-                    rows.offsets.size(0) - 1, " and ", labels.offsets.size(0) - 1);
+  TORCH_CHECK_VALUE(rows.offsets.size(0) == labels.offsets.size(0), "pifa: expected features and labels of as many examples, got ", rows.offsets.size(0) - 1,
+                    " and ", labels.offsets.size(0) - 1);
   const Lists lists = lists_of(labels.columns, rows_of_pairs(labels.offsets), examples.num_labels, rows.offsets.size(0) - 1);
   return sparse_row_sums(rows.offsets, rows.columns, rows.values, examples.num_features, lists.offsets, lists.rows);
 }
@@ -258,8 +256,8 @@ Rows unit_rows(const Rows& rows, int64_t width) {
 LabelTree tree_from_vectors(const label_vectors::Rows& rows, int64_t width, const TreeFromVectors& options, std::optional<at::Generator> generator) {
   TORCH_CHECK_VALUE(options.max_leaf_size >= 1, "tree_from_vectors: expected max_leaf_size of at least 1, got ", options.max_leaf_size);
   const auto [offsets, columns, values] = canonical("tree_from_vectors", std::get<0>(rows), std::get<1>(rows), std::get<2>(rows), width, RowKind::Features);
-  const auto [parents, classes] = label_tree_clusters(draw_seed(generator), offsets, columns, values, width, options.arity, options.max_leaf_size,
-                                                      options.iterations, options.spherical);
+  const auto [parents, classes] =
+      label_tree_clusters(draw_seed(generator), offsets, columns, values, width, options.arity, options.max_leaf_size, options.iterations, options.spherical);
   return LabelTree(parents, classes);
 }
 

@@ -35,8 +35,8 @@ Answers answer(const xsoftmax::XRLinear& model, const xsoftmax::Examples& querie
   for (int64_t q = -std::min<int64_t>(count, 20); q < count; ++q) { // those below 0 warm up
     const int64_t i = q < 0 ? q + std::min<int64_t>(count, 20) : q, size = ends[i + 1] - ends[i];
     const auto start = std::chrono::steady_clock::now();
-    const auto [offsets, found, scores] = model.predict(torch::tensor({int64_t(0), size}), queries.features.narrow(0, ends[i], size),
-                                                        queries.values.narrow(0, ends[i], size), options);
+    const auto [offsets, found, scores] =
+        model.predict(torch::tensor({int64_t(0), size}), queries.features.narrow(0, ends[i], size), queries.values.narrow(0, ends[i], size), options);
     const std::chrono::duration<double, std::micro> taken = std::chrono::steady_clock::now() - start;
     if (q < 0) {
       continue;

@@ -5,7 +5,6 @@
 #include <xsoftmax/adaptive_options.h>
 #include <xsoftmax/sampler.h>
 
-
 #include <vector>
 
 namespace xsoftmax::samplers {
@@ -92,8 +91,7 @@ class MidxSamplerImpl : public AdaptiveSamplerImpl {
 class MidxSampler : public Holder<MidxSamplerImpl> {
  public:
   using Holder::Holder;
-  MidxSampler(int64_t num_classes, int64_t dim, const MidxOptions& options = {})
-      : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
+  MidxSampler(int64_t num_classes, int64_t dim, const MidxOptions& options = {}) : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
   explicit MidxSampler(...) = delete; // expected: num_classes, dim[, MidxOptions]
 };
 
@@ -108,8 +106,7 @@ class ExactMidxSamplerImpl : public MidxSamplerImpl {
 class ExactMidxSampler : public Holder<ExactMidxSamplerImpl> {
  public:
   using Holder::Holder;
-  ExactMidxSampler(int64_t num_classes, int64_t dim, const MidxOptions& options = {})
-      : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
+  ExactMidxSampler(int64_t num_classes, int64_t dim, const MidxOptions& options = {}) : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
   explicit ExactMidxSampler(...) = delete; // expected: num_classes, dim[, MidxOptions]
 };
 
@@ -124,8 +121,7 @@ class SpreadMidxSamplerImpl : public MidxSamplerImpl {
 class SpreadMidxSampler : public Holder<SpreadMidxSamplerImpl> {
  public:
   using Holder::Holder;
-  SpreadMidxSampler(int64_t num_classes, int64_t dim, const MidxOptions& options = {})
-      : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
+  SpreadMidxSampler(int64_t num_classes, int64_t dim, const MidxOptions& options = {}) : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
   explicit SpreadMidxSampler(...) = delete; // expected: num_classes, dim[, MidxOptions]
 };
 
@@ -166,8 +162,7 @@ class LshSamplerImpl : public AdaptiveSamplerImpl {
 class LshSampler : public Holder<LshSamplerImpl> {
  public:
   using Holder::Holder;
-  LshSampler(int64_t num_classes, int64_t dim, const LshOptions& options = {})
-      : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
+  LshSampler(int64_t num_classes, int64_t dim, const LshOptions& options = {}) : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
   explicit LshSampler(...) = delete; // expected: num_classes, dim[, LshOptions]
 };
 
@@ -190,8 +185,7 @@ class SphereSamplerImpl : public KernelSamplerImpl {
 class SphereSampler : public Holder<SphereSamplerImpl> {
  public:
   using Holder::Holder;
-  SphereSampler(int64_t num_classes, int64_t dim, const KernelOptions& options = {})
-      : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
+  SphereSampler(int64_t num_classes, int64_t dim, const KernelOptions& options = {}) : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
   explicit SphereSampler(...) = delete; // expected: num_classes, dim[, KernelOptions]
 };
 
@@ -206,8 +200,7 @@ class RffSamplerImpl : public KernelSamplerImpl {
 class RffSampler : public Holder<RffSamplerImpl> {
  public:
   using Holder::Holder;
-  RffSampler(int64_t num_classes, int64_t dim, const KernelOptions& options = {})
-      : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
+  RffSampler(int64_t num_classes, int64_t dim, const KernelOptions& options = {}) : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
   explicit RffSampler(...) = delete; // expected: num_classes, dim[, KernelOptions]
 };
 

@@ -69,8 +69,7 @@ class IdTableImpl : public torch::nn::Module {
 class IdTable : public Holder<IdTableImpl> {
  public:
   using Holder::Holder;
-  explicit IdTable(int64_t capacity, const IdTableOptions& options = {})
-      : Holder(std::make_shared<Impl>(capacity, options)) {}
+  explicit IdTable(int64_t capacity, const IdTableOptions& options = {}) : Holder(std::make_shared<Impl>(capacity, options)) {}
   explicit IdTable(...) = delete; // expected: capacity[, IdTableOptions]
 };
 

@@ -50,7 +50,8 @@ class XRLinear : public torch::CustomClassHolder {
   /// Trains a linear classifier for each node of a tree, layer after layer from the top: the model that xsoftmax.XRLinear.train makes of the same examples,
   /// options and generator, bit for bit. Include matcher_training.h. Says how far it is, and can be stopped (long_work.h). Throws ValueError, TypeError and
   /// IndexError for examples and options that do not fit.
-  static c10::intrusive_ptr<XRLinear> train(const Examples& examples, const XRLinearTrainOptions& options, std::optional<at::Generator> generator = std::nullopt);
+  static c10::intrusive_ptr<XRLinear> train(const Examples& examples, const XRLinearTrainOptions& options,
+                                            std::optional<at::Generator> generator = std::nullopt);
   static c10::intrusive_ptr<XRLinear> train(const Examples& examples);
 
   using Predictions = std::tuple<at::Tensor, at::Tensor, at::Tensor>;

@@ -26,7 +26,7 @@ struct XRLinearTrainOptions {
   TORCH_ARG(int64_t, arity) = 16;
   TORCH_ARG(int64_t, max_leaf_size) = 100;
   /// The rows that a node is trained on: "tfn", "man", "user" or several joined by +; one for all layers, or one for each.
-  TORCH_ARG(std::vector<std::string>, negatives) = {"tfn"};
+  TORCH_ARG(std::vector<std::string>, negatives) = { "tfn" };
   using Pairs = std::tuple<at::Tensor, at::Tensor>;
   /// Of "user": offsets int64 [n + 1] and labels int32, for each example the labels that it is a negative of.
   TORCH_ARG(std::optional<Pairs>, user_negatives) = std::nullopt;

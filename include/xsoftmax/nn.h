@@ -195,24 +195,23 @@ class SampledSoftmaxLoss : public Holder<SampledSoftmaxLossImpl> {
  public:
   using Holder::Holder;
   /// sampler: UniformSampler(num_classes, 512), a pointer, ...
-  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const samplers::Sampler& sampler,
-                     const SamplingOptions& sampling = {}, const LossOptions& options = {})
+  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const samplers::Sampler& sampler, const SamplingOptions& sampling = {},
+                     const LossOptions& options = {})
       : Holder(std::make_shared<Impl>(in_features, num_classes, sampler.or_null(), sampling, options)) {}
   /// Without a sampler: candidates are the head and the negatives of each call.
-  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, std::nullptr_t, const SamplingOptions& sampling = {},
-                     const LossOptions& options = {})
+  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, std::nullptr_t, const SamplingOptions& sampling = {}, const LossOptions& options = {})
       : SampledSoftmaxLoss(in_features, num_classes, samplers::Sampler(), sampling, options) {}
   /// sampler: "uniform", "midx", ..., with num_samples and shared of SamplingOptions.
-  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const std::string& sampler,
-                     const SamplingOptions& sampling = {}, const LossOptions& options = {})
+  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const std::string& sampler, const SamplingOptions& sampling = {},
+                     const LossOptions& options = {})
       : Holder(std::make_shared<Impl>(in_features, num_classes, sampler, sampling, options)) {}
   /// The same, with num_samples as an argument: SampledSoftmaxLoss(64, 10000, "uniform", 512).
-  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const std::string& sampler, int64_t num_samples,
-                     const SamplingOptions& sampling = {}, const LossOptions& options = {});
+  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const std::string& sampler, int64_t num_samples, const SamplingOptions& sampling = {},
+                     const LossOptions& options = {});
   SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, const LossOptions&) = delete; // expected: SamplingOptions before LossOptions
   SampledSoftmaxLoss(int64_t, int64_t, const std::string&, const LossOptions&) = delete; // expected: SamplingOptions before LossOptions
   SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, int64_t, ...) = delete; // expected: num_samples in the sampler's constructor
-  explicit SampledSoftmaxLoss(...) = delete; // expected: in_features, num_classes, a sampler, nullptr, or a name[, num_samples][, SamplingOptions[, LossOptions]]
+  explicit SampledSoftmaxLoss(...) = delete; // expected: in_features, num_classes, sampler, nullptr or name[, num_samples][, SamplingOptions[, LossOptions]]
 };
 
 /// How CANE finds candidates and draws noise.

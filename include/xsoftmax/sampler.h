@@ -97,8 +97,7 @@ class Sampler : public Holder<SamplerImpl> {
   using Holder::Holder;
   Sampler() : Holder(nullptr) {}
   template <std::derived_from<SamplerImpl> Derived>
-  Sampler(const torch::nn::ModuleHolder<Derived>& sampler)
-      : Holder(sampler.is_empty() ? nullptr : std::shared_ptr<SamplerImpl>(sampler.ptr())) {}
+  Sampler(const torch::nn::ModuleHolder<Derived>& sampler) : Holder(sampler.is_empty() ? nullptr : std::shared_ptr<SamplerImpl>(sampler.ptr())) {}
   template <std::derived_from<SamplerImpl> Derived>
   Sampler(std::shared_ptr<Derived> sampler) : Holder(std::shared_ptr<SamplerImpl>(std::move(sampler))) {}
 

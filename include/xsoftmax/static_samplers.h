@@ -5,7 +5,6 @@
 #include <xsoftmax/sampler.h>
 #include <xsoftmax/streaming_counts.h>
 
-
 #include <vector>
 
 namespace xsoftmax::samplers {
@@ -121,7 +120,7 @@ class UnigramSampler : public Holder<UnigramSamplerImpl> {
       : Holder(std::make_shared<Impl>(counts, num_samples, 0.75, options)) {}
   UnigramSampler(StreamingCounts counts, int64_t num_samples, const FollowOptions& follow = {}, const DrawOptions& options = {})
       : Holder(std::make_shared<Impl>(std::move(counts), num_samples, follow, options)) {}
-  explicit UnigramSampler(...) = delete; // expected: counts [N], num_samples[, power][, DrawOptions]; or StreamingCounts, num_samples[, FollowOptions[, DrawOptions]]
+  explicit UnigramSampler(...) = delete; // expected: counts or StreamingCounts, num_samples[, power or FollowOptions][, DrawOptions]
 };
 
 /// Classes that are always there: log_count 0.
@@ -134,8 +133,7 @@ class FixedSamplerImpl : public StaticSamplerImpl {
 class FixedSampler : public Holder<FixedSamplerImpl> {
  public:
   using Holder::Holder;
-  FixedSampler(int64_t num_classes, const torch::Tensor& ids)
-      : Holder(std::make_shared<Impl>(num_classes, ids)) {}
+  FixedSampler(int64_t num_classes, const torch::Tensor& ids) : Holder(std::make_shared<Impl>(num_classes, ids)) {}
   explicit FixedSampler(...) = delete; // expected: num_classes, ids
 };
 
@@ -164,8 +162,7 @@ class InBatchSamplerImpl : public DescribedSamplerImpl {
 class InBatchSampler : public Holder<InBatchSamplerImpl> {
  public:
   using Holder::Holder;
-  explicit InBatchSampler(int64_t num_classes, StreamingCounts counts = nullptr)
-      : Holder(std::make_shared<Impl>(num_classes, std::move(counts))) {}
+  explicit InBatchSampler(int64_t num_classes, StreamingCounts counts = nullptr) : Holder(std::make_shared<Impl>(num_classes, std::move(counts))) {}
   explicit InBatchSampler(...) = delete; // expected: num_classes[, StreamingCounts]
 };
 

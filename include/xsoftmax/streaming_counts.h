@@ -5,7 +5,6 @@
 #include <xsoftmax/sampler.h>
 #include <xsoftmax/streaming_options.h>
 
-
 namespace xsoftmax::samplers {
 
 /// The probability of ids in a stream of batches, as the stream has it lately: exact decayed counts of dense ids, or, of open ids, smoothed gaps in hashed
@@ -45,8 +44,7 @@ class StreamingCountsImpl : public KeepsTables {
 class StreamingCounts : public Holder<StreamingCountsImpl> {
  public:
   using Holder::Holder;
-  explicit StreamingCounts(const StreamingOptions& options)
-      : Holder(std::make_shared<Impl>(options)) {}
+  explicit StreamingCounts(const StreamingOptions& options) : Holder(std::make_shared<Impl>(options)) {}
   explicit StreamingCounts(int64_t num_ids) : Holder(std::make_shared<Impl>(num_ids)) {}
   explicit StreamingCounts(...) = delete; // expected: StreamingOptions or num_ids
 };

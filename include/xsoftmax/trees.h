@@ -73,8 +73,7 @@ class LabelTreeImpl : public torch::nn::Module {
 class LabelTree : public Holder<LabelTreeImpl> {
  public:
   using Holder::Holder;
-  explicit LabelTree(const torch::Tensor& parents, const torch::Tensor& classes = {})
-      : Holder(std::make_shared<Impl>(parents, classes)) {}
+  explicit LabelTree(const torch::Tensor& parents, const torch::Tensor& classes = {}) : Holder(std::make_shared<Impl>(parents, classes)) {}
   explicit LabelTree(...) = delete; // expected: parents [V][, classes [V]]
 
   /// As the constructor.

@@ -65,8 +65,7 @@ class TwoTowerLossImpl : public torch::nn::Module {
 class TwoTowerLoss : public Holder<TwoTowerLossImpl> {
  public:
   using Holder::Holder;
-  explicit TwoTowerLoss(const TwoTowerOptions& options = {})
-      : Holder(std::make_shared<Impl>(options)) {}
+  explicit TwoTowerLoss(const TwoTowerOptions& options = {}) : Holder(std::make_shared<Impl>(options)) {}
   TwoTowerLoss(const TwoTowerOptions& options, samplers::StreamingCounts counts, bool learn_temperature = false)
       : Holder(std::make_shared<Impl>(options, std::move(counts), learn_temperature)) {}
   explicit TwoTowerLoss(const Anything&, ...) = delete; // expected: [TwoTowerOptions[, StreamingCounts or nullptr[, learn_temperature]]]

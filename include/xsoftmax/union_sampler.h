@@ -2,7 +2,6 @@
 
 #include <xsoftmax/sampler.h>
 
-
 #include <concepts>
 #include <initializer_list>
 #include <memory>
@@ -43,8 +42,7 @@ class UnionSamplerImpl : public SamplerImpl {
 class UnionSampler : public Holder<UnionSamplerImpl> {
  public:
   using Holder::Holder;
-  explicit UnionSampler(const std::vector<std::shared_ptr<SamplerImpl>>& parts)
-      : Holder(std::make_shared<Impl>(parts)) {}
+  explicit UnionSampler(const std::vector<std::shared_ptr<SamplerImpl>>& parts) : Holder(std::make_shared<Impl>(parts)) {}
   explicit UnionSampler(const std::vector<Sampler>& parts) : UnionSampler(pointers(parts.begin(), parts.end())) {}
   UnionSampler(std::initializer_list<Sampler> parts) : UnionSampler(pointers(parts.begin(), parts.end())) {}
   /// UnionSampler(uniform, midx), as in Python.

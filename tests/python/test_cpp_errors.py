@@ -24,7 +24,7 @@ WRONG = {
     "braced LossOptions": "SampledSoftmaxLoss loss(64, 10000, uniform, {.bias = true});",
     "options in the wrong order": "SampledSoftmaxLoss loss(64, 10000, uniform, LossOptions{}, SamplingOptions{});",
     "options of another kind": "SampledSoftmaxLoss loss(64, 10000, uniform, CaneOptions{});",
-    "an option that is misspelt": "SampledSoftmaxLoss loss(64, 10000, uniform, {.estimater = \"nce\"});",
+    "an option that is misspelt": "SampledSoftmaxLoss loss(64, 10000, uniform, {.estimate = \"nce\"});",
     "a sampler and a number": "SampledSoftmaxLoss loss(64, 10000, uniform, 64);",
     "a number for a sampler": "SampledSoftmaxLoss loss(64, 10000, 64);",
     "no sampler": "SampledSoftmaxLoss loss(64, 10000);",
@@ -82,3 +82,13 @@ def test_calls_of_a_new_user(messages, number, call):
     text = "\n".join(errors[0])
     assert len(errors[0]) <= MOST_LINES, text
     assert WRONG[call] in text, "the line of the program"
+    assert "expected: " in text or "predict" in WRONG[call], "what the constructor takes"
+
+
+def test_constructors_that_refuse_say_what_they_expect():
+    """A compiler quotes one line of a header."""
+    headers = "".join(path.read_text() for path in (ROOT / "include/xsoftmax").glob("*.h"))
+    refusing = re.findall(r"\.\.\.\)\s*=\s*delete;.*", headers)
+    assert len(refusing) > 20
+    assert [line for line in refusing if not re.fullmatch(r"\.\.\.\) = delete; // expected: .+", line)] == []
+    assert "TORCH_MODULE(" not in headers, "which forwards any arguments"
