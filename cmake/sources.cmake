@@ -24,6 +24,7 @@ set(XSOFTMAX_SOURCES
   csrc/ids/id_table_cpu.cpp
   csrc/ids/id_table_module.cpp
   csrc/losses/block_gradients.cpp
+  csrc/losses/cached_step.cpp
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
   csrc/losses/candidate_shares.cpp
@@ -84,8 +85,10 @@ set(XSOFTMAX_SOURCES
   csrc/optim/row_update.cpp
   csrc/optim/settle.cpp
   csrc/optim/sparse_clipping.cpp
+  csrc/retrieval/metrics.cpp
   csrc/retrieval/midx_search_index.cpp
   csrc/retrieval/search_index.cpp
+  csrc/retrieval/search_index_class.cpp
   csrc/retrieval/search_topk.cpp
   csrc/retrieval/search_topk_cpu.cpp
   csrc/samplers/adaptive.cpp
@@ -154,6 +157,7 @@ set(XSOFTMAX_SOURCES
   csrc/trees/label_tree_vectors.cpp
   csrc/trees/tree_scores.cpp
   csrc/trees/tree_scores_cpu.cpp
+  csrc/trees/xr_linear_train.cpp
   csrc/core/guards.cpp # last: it goes over the operators that the files above it have registered
 )
 

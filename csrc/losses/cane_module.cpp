@@ -51,7 +51,7 @@ samplers::ComplementSampler noise_outside(const char* name, const std::shared_pt
 }
 
 CaneLossImpl::CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneOptions& cane, const LossOptions& options)
-    : CandidateLossImpl(kName, in_features, num_classes, options), candidate_sampler(cane.candidate_sampler) {
+    : CandidateLossImpl(kName, in_features, num_classes, options), candidate_sampler(cane.candidate_sampler.or_null()) {
   TORCH_CHECK_VALUE(options.label_smoothing == 0, kName, ": expected label_smoothing of 0, got ", options.label_smoothing);
   TORCH_CHECK_VALUE(!cane.candidates.defined() || candidate_sampler == nullptr, kName, ": expected candidates or candidate_sampler, got both");
   step_.estimator = cane_estimator(kName, cane.noise_reduction);
@@ -64,7 +64,8 @@ CaneLossImpl::CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneO
       TORCH_CHECK_VALUE(std::dynamic_pointer_cast<samplers::StreamingCountsImpl>(part) == nullptr, kName,
                         ": expected candidates that do not depend on the target, got a ", candidate_sampler->name(), " that counts targets");
     }
-    TORCH_CHECK_VALUE(candidate_sampler != cane.noise_sampler, kName, ": expected two samplers for candidates and noise, got one for both: make a second one");
+    TORCH_CHECK_VALUE(candidate_sampler != cane.noise_sampler.or_null(), kName,
+                      ": expected two samplers for candidates and noise, got one for both: make a second one");
     if (candidate_sampler->claimed()) { // before the noise is
       candidate_sampler->claim(kName);
     }
@@ -73,7 +74,7 @@ CaneLossImpl::CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneO
     candidates_ = different_ids(cane.candidates, num_classes, kName, "candidates");
     TORCH_CHECK_VALUE(candidates_.numel() > 0, kName, ": expected at least one class as candidates, got none");
   }
-  noise = register_module("noise", noise_outside(kName, cane.noise_sampler, cane.num_noises, num_classes, in_features, candidates_));
+  noise = register_module("noise", noise_outside(kName, cane.noise_sampler.or_null(), cane.num_noises, num_classes, in_features, candidates_));
   noise->claim(kName);
   if (candidate_sampler != nullptr) {
     candidate_sampler->claim(kName);

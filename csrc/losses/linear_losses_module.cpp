@@ -308,6 +308,21 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
   }
 }
 
+namespace {
+
+SamplingOptions with_num_samples(SamplingOptions sampling, int64_t num_samples) {
+  TORCH_CHECK_VALUE(!sampling.num_samples.has_value(), kName, ": expected num_samples once, got ", num_samples, " and SamplingOptions with num_samples of ",
+                    *sampling.num_samples);
+  sampling.num_samples = num_samples;
+  return sampling;
+}
+
+} // namespace
+
+SampledSoftmaxLoss::SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const std::string& sampler, int64_t num_samples,
+                                       const SamplingOptions& sampling, const LossOptions& options)
+    : SampledSoftmaxLoss(in_features, num_classes, sampler, with_num_samples(sampling, num_samples), options) {}
+
 void SampledSoftmaxLossImpl::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
   CandidateLossImpl::to(device, dtype, non_blocking);
   head = head.to(device, non_blocking);

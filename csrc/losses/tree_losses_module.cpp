@@ -116,9 +116,9 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
   TORCH_CHECK_VALUE(beam_.beam >= beam_.num_candidates, name_, ": expected beam of at least num_candidates, ", beam_.num_candidates, ", got ", beam_.beam);
   // Nothing is outside all classes; a routed query has those of its own subset alone.
   const bool outside = beam_.num_candidates < tree->num_classes() || beam.routed;
-  TORCH_CHECK_VALUE(beam.noise_sampler == nullptr || !beam.noise_sampler->follows_table(), name_,
+  TORCH_CHECK_VALUE(beam.noise_sampler.is_empty() || !beam.noise_sampler->follows_table(), name_,
                     ": expected a noise_sampler that does not follow a class table, since a tree has none, got ", beam.noise_sampler->name());
-  noise = register_module("noise", noise_outside(name_, beam.noise_sampler, outside ? beam.num_noises : 0, tree->num_classes(), in_features));
+  noise = register_module("noise", noise_outside(name_, beam.noise_sampler.or_null(), outside ? beam.num_noises : 0, tree->num_classes(), in_features));
   noise->claim(name_);
   steps = register_buffer("steps", at::zeros({}, at::kLong));
   if (tree->depth() > 1) {

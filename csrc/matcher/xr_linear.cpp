@@ -10,8 +10,12 @@
 #include "scores/transform_names.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_sparse_csr_tensor_unsafe.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -141,18 +145,17 @@ XRLinear::XRLinear(int64_t features, double bias, const std::string& transform, 
 
 XRLinear::~XRLinear() = default;
 
-XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& columns, const Tensor& values, const OptionalTensor& dense, int64_t dense_begin,
-                                        int64_t topk, int64_t beam, const std::string& transform, const std::string& combiner,
-                                        const OptionalTensor& only) const {
+XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& columns, const Tensor& values, const XRLinearPredictOptions& asked) const {
+  const int64_t topk = asked.topk(), beam = asked.beam();
   TORCH_CHECK_VALUE(topk >= 0, kName, ": expected topk of at least 0, got ", topk);
   TORCH_CHECK_VALUE(beam >= 1, kName, ": expected beam of at least 1, got ", beam);
-  const std::string& used = transform.empty() ? transform_ : transform;
+  const std::string& used = asked.transform().empty() ? transform_ : asked.transform();
   const auto [kind, power] = transform_named(kName, used);
-  const QueryTensors queries = check_queries(offsets, columns, values, dense, dense_begin, features_);
+  const QueryTensors queries = check_queries(offsets, columns, values, asked.dense(), asked.dense_begin(), features_);
   const int64_t n = queries.views.count, max_children = layers_.back().most_children(); // labels below a node of the beam, at most
   const int64_t k = std::min({topk, num_labels(), beam > num_labels() / max_children ? num_labels() : beam * max_children});
-  const BeamOptions options = with_log_scores({beam, k, kind, power, combiner_named(combiner, used), /*logs=*/false});
-  const std::vector<std::vector<bool>> allowed = given(only) ? allowed_nodes(*only) : std::vector<std::vector<bool>>();
+  const BeamOptions options = with_log_scores({beam, k, kind, power, combiner_named(asked.combiner(), used), /*logs=*/false});
+  const std::vector<std::vector<bool>> allowed = given(asked.only()) ? allowed_nodes(*asked.only()) : std::vector<std::vector<bool>>();
 
   const Tensor leaf = at::empty({n, k}, at::kLong), score = at::empty({n, k}, at::kFloat), ends = at::empty({n + 1}, at::kLong);
   int64_t *leaves = leaf.mutable_data_ptr<int64_t>(), *found = ends.mutable_data_ptr<int64_t>();
@@ -189,11 +192,29 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
   return {ends, leaf.view({-1}).narrow(0, 0, to), score.view({-1}).narrow(0, 0, to)};
 }
 
-Tensor XRLinear::predict_csr(const Tensor& queries, int64_t topk, int64_t beam) const {
+std::tuple<Tensor, Tensor> XRLinear::topk(const Tensor& offsets, const Tensor& columns, const Tensor& values, const XRLinearPredictOptions& options,
+                                          const OptionalTensor& exclude) const {
+  TORCH_CHECK_VALUE(options.topk() >= 0, kName, ": expected topk of at least 0, got ", options.topk());
+  TORCH_CHECK_VALUE(!given(exclude) || exclude->dim() == 2, kName, ": expected exclude of shape [n, E], got ", exclude->sizes());
+  const int64_t wanted = options.topk() + (given(exclude) ? exclude->size(1) : 0);
+  const auto [ends, found, of_found] = predict(offsets, columns, values, XRLinearPredictOptions(options).topk(wanted));
+  const Tensor counts = ends.diff(), there = at::arange(wanted, at::kLong).lt(counts.unsqueeze(1));
+  const Tensor scores = at::zeros({counts.size(0), wanted}, at::kFloat).masked_scatter_(there, of_found);
+  const Tensor labels = at::full({counts.size(0), wanted}, -1, at::kLong).masked_scatter_(there, found);
+  if (!given(exclude)) {
+    return {scores, labels};
+  }
+  using ExcludeTopk = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt);
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::exclude_topk", "").typed<ExcludeTopk>();
+  const auto [best, ids] = op.call(scores, labels, *exclude, num_labels(), options.topk());
+  return {best.masked_fill_(ids.lt(0), 0.0), ids};
+}
+
+Tensor XRLinear::predict_csr(const Tensor& queries, const XRLinearPredictOptions& options) const {
   TORCH_CHECK_TYPE(queries.layout() == at::kSparseCsr, kName, ": expected queries as a sparse CSR tensor, got layout ", queries.layout());
   TORCH_CHECK_VALUE(queries.dim() == 2, kName, ": expected queries with 2 dimensions, got shape ", queries.sizes());
   check::size(kName, "queries", queries, 1, features_, "the features of the model");
-  const auto [offsets, labels, scores] = predict(queries.crow_indices(), queries.col_indices(), queries.values(), std::nullopt, 0, topk, beam);
+  const auto [offsets, labels, scores] = predict(queries.crow_indices(), queries.col_indices(), queries.values(), options);
   // Columns of such a tensor rise.
   const auto end = span_of<int64_t>(offsets);
   int64_t* label = labels.mutable_data_ptr<int64_t>();
@@ -260,10 +281,14 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
       }))
       .def("predict",
            [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& offsets, const Tensor& columns, const Tensor& values, const OptionalTensor& dense,
-              int64_t dense_begin, int64_t topk, int64_t beam, const std::string& transform, const std::string& combiner,
-              const OptionalTensor& only) { return self->predict(offsets, columns, values, dense, dense_begin, topk, beam, transform, combiner, only); })
+              int64_t dense_begin, int64_t topk, int64_t beam, const std::string& transform, const std::string& combiner, const OptionalTensor& only) {
+             const auto options = XRLinearPredictOptions().topk(topk).beam(beam).transform(transform).combiner(combiner).only(only);
+             return self->predict(offsets, columns, values, XRLinearPredictOptions(options).dense(dense).dense_begin(dense_begin));
+           })
       .def("predict_csr",
-           [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& queries, int64_t topk, int64_t beam) { return self->predict_csr(queries, topk, beam); })
+           [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& queries, int64_t topk, int64_t beam) {
+             return self->predict_csr(queries, XRLinearPredictOptions().topk(topk).beam(beam));
+           })
       .def("layer", &XRLinear::layer)
       .def("labels", &XRLinear::labels)
       .def("num_weights", &XRLinear::num_weights)

@@ -264,7 +264,7 @@ std::vector<Tensor> search_index_cpu(const Tensor& weight, const OptionalTensor&
 
 } // namespace
 
-SearchIndex::SearchIndex(const char* op, at::TensorList index, const Tensor& weight, const OptionalTensor& bias) {
+SearchIndexView::SearchIndexView(const char* op, at::TensorList index, const Tensor& weight, const OptionalTensor& bias) {
   TORCH_CHECK_VALUE(index.size() == 7, op, ": expected an index of 7 tensors, got ", index.size());
   order = index[0], codes = index[1], start = index[2], radius = index[3], centre = index[4], bounds = index[5], beta = index[6];
   const auto tensor = [&](const char* name, const Tensor& part, int64_t dim, at::ScalarType dtype) {
@@ -292,7 +292,7 @@ SearchIndex::SearchIndex(const char* op, at::TensorList index, const Tensor& wei
   sizes("index[5]", bounds, {kBounds, blocks * kScanLanes});
 }
 
-void SearchIndex::check_starts(const char* op) const {
+void SearchIndexView::check_starts(const char* op) const {
   const int64_t* first = start.const_data_ptr<int64_t>();
   for (int64_t c = 0; c < cells; ++c) {
     TORCH_CHECK_VALUE(first[c] >= 0 && first[c] <= first[c + 1] && first[c + 1] <= groups, op, ": expected index[2] to rise from 0 to at most ", groups,

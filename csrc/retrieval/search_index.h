@@ -32,8 +32,8 @@ namespace xsoftmax {
 constexpr int64_t kBounds = 5;
 enum SearchBound : int64_t { kReach, kScale, kCodeError, kCodeNorm, kSize };
 
-struct SearchIndex {
-  SearchIndex(const char* op, at::TensorList index, const at::Tensor& weight, const OptionalTensor& bias); ///< checked, but for values
+struct SearchIndexView {
+  SearchIndexView(const char* op, at::TensorList index, const at::Tensor& weight, const OptionalTensor& bias); ///< checked, but for values
 
   at::Tensor order, codes, start, radius, centre, bounds, beta;
   int64_t cells, blocks, groups, quads, width; ///< B, G, W

@@ -60,7 +60,7 @@ Tensor find_budget(const Tensor& input, const Tensor& weight, const OptionalTens
   constexpr const char* op = "search_budget";
   check_search_topk(input, weight, bias, k, "");
   TORCH_CHECK_VALUE(recall > 0 && recall <= 1, op, ": expected recall in (0, 1], got ", recall);
-  const int64_t cells = SearchIndex(op, index, weight, bias).cells;
+  const int64_t cells = SearchIndexView(op, index, weight, bias).cells;
   const auto result = [&](int64_t budget) { return at::full({}, budget, input.options().dtype(at::kLong).requires_grad(false)); };
   const Tensor queries = input.index_select(0, input.isfinite().all(1).nonzero().squeeze(1)); // others find the same whatever is read
   const Tensor best = std::get<0>(std::get<1>(search_topk(queries, weight, bias, index, k, "")).sort(1)); // for searches: [Q, k, k] may be gigabytes
@@ -111,7 +111,7 @@ SearchOptions check_search_topk(const Tensor& input, const Tensor& weight, const
 Found search_topk_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, at::TensorList index, c10::SymInt k,
                             c10::string_view options) {
   check_search_topk(input, weight, bias, k, {options.data(), options.size()});
-  const int64_t cells = SearchIndex(kOp, index, weight, bias).cells, queries = input.size(0), classes = weight.size(0), count = k.expect_int();
+  const int64_t cells = SearchIndexView(kOp, index, weight, bias).cells, queries = input.size(0), classes = weight.size(0), count = k.expect_int();
   const Tensor query = input.to(at::kDouble);
   Tensor values = query.new_empty({queries, 0}), ids = at::empty({queries, 0}, query.options().dtype(at::kLong));
   for (int64_t begin = 0; begin < classes; begin += kReferenceBlock) {

@@ -115,7 +115,7 @@ void keep_best(std::vector<Likely>& cells, int64_t keep, Likely one) {
 template <typename T>
 class Search {
  public:
-  Search(const Tensor& input, const Tensor& weight, const Tensor& bias, const SearchIndex& index, int64_t k, const SearchOptions& options)
+  Search(const Tensor& input, const Tensor& weight, const Tensor& bias, const SearchIndexView& index, int64_t k, const SearchOptions& options)
       : input_(const_data<T>(input)), weight_(const_data<T>(weight)), bias_(bias.defined() ? const_data<T>(bias) : nullptr), index_(index), k_(k),
         options_(options), classes_(weight.size(0)), features_(weight.size(1)), start_(index.start.const_data_ptr<int64_t>()),
         order_(index.order.const_data_ptr<int64_t>()), radius_(index.radius.const_data_ptr<float>()), codes_(index.codes.const_data_ptr<uint8_t>()),
@@ -470,7 +470,7 @@ class Search {
   }
 
   const T *input_, *weight_, *bias_;
-  const SearchIndex& index_;
+  const SearchIndexView& index_;
   const int64_t k_;
   const SearchOptions options_;
   const int64_t classes_, features_;
@@ -491,7 +491,7 @@ Found search_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalT
   if (use_reference()) {
     return search_topk_reference(input, weight, bias, index, k, text);
   }
-  const SearchIndex of(kOp, index, weight, bias);
+  const SearchIndexView of(kOp, index, weight, bias);
   of.check_starts(kOp);
   const int64_t queries = input.size(0), count = k.expect_int();
   const Tensor scores = at::empty({queries, count}, input.options().dtype(opmath_dtype(input.scalar_type())));

@@ -52,8 +52,9 @@ bool any(const Parts& parts, Predicate predicate) {
 } // namespace
 
 UnionSamplerImpl::UnionSamplerImpl(Parts parts)
-    : SamplerImpl(kName, checked_parts(parts)[0]->num_classes(), total_samples(parts), all(parts, std::mem_fn(&SamplerImpl::shared)),
-                  all(parts, std::mem_fn(&SamplerImpl::distinct))),
+    // Arguments are evaluated in any order: each checks the parts.
+    : SamplerImpl(kName, checked_parts(parts)[0]->num_classes(), total_samples(checked_parts(parts)),
+                  all(checked_parts(parts), std::mem_fn(&SamplerImpl::shared)), all(checked_parts(parts), std::mem_fn(&SamplerImpl::distinct))),
       parts_(std::move(parts)) {
   auto list = register_module("parts", torch::nn::ModuleList());
   for (const auto& part : parts_) {

@@ -28,14 +28,15 @@ struct Answers {
 Answers answer(const xsoftmax::XRLinear& model, const xsoftmax::Examples& queries, int64_t topk, int64_t beam, int64_t limit) {
   Answers answers;
   answers.hits.resize(topk, 0.0);
+  const auto options = xsoftmax::XRLinearPredictOptions().topk(topk).beam(beam);
   const int64_t count = std::min(limit, queries.offsets.size(0) - 1);
   const auto ends = queries.offsets.accessor<int64_t, 1>(), label_ends = queries.label_offsets.accessor<int64_t, 1>();
   const int32_t* labels = queries.labels.const_data_ptr<int32_t>();
   for (int64_t q = -std::min<int64_t>(count, 20); q < count; ++q) { // those below 0 warm up
     const int64_t i = q < 0 ? q + std::min<int64_t>(count, 20) : q, size = ends[i + 1] - ends[i];
     const auto start = std::chrono::steady_clock::now();
-    const auto [offsets, found, scores] = model.predict(torch::tensor({int64_t(0), size}), queries.features.narrow(0, ends[i], size),
-                                                        queries.values.narrow(0, ends[i], size), std::nullopt, 0, topk, beam);
+    const auto [offsets, found, scores] =
+        model.predict(torch::tensor({int64_t(0), size}), queries.features.narrow(0, ends[i], size), queries.values.narrow(0, ends[i], size), options);
     const std::chrono::duration<double, std::micro> taken = std::chrono::steady_clock::now() - start;
     if (q < 0) {
       continue;

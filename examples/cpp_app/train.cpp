@@ -102,7 +102,7 @@ void run(const Options& options) {
 
   Encoder encoder(options.classes, options.width);
   xsoftmax::samplers::UnigramSampler sampler(language.frequencies(), options.samples);
-  xsoftmax::nn::SampledSoftmaxLoss loss(options.width, options.classes, sampler.ptr(), xsoftmax::nn::SamplingOptions{.head = torch::arange(options.head)},
+  xsoftmax::nn::SampledSoftmaxLoss loss(options.width, options.classes, sampler, xsoftmax::nn::SamplingOptions{.head = torch::arange(options.head)},
                                         xsoftmax::nn::LossOptions{.bias = true});
 
   // Both tables have gradients for the rows of a step only, and RowAdam touches those only.

@@ -5,8 +5,6 @@
 #include <xsoftmax/adaptive_options.h>
 #include <xsoftmax/sampler.h>
 
-#include <torch/nn/pimpl.h>
-
 #include <vector>
 
 namespace xsoftmax::samplers {
@@ -90,7 +88,12 @@ class MidxSamplerImpl : public AdaptiveSamplerImpl {
  private:
   MidxOptions midx_options_;
 };
-TORCH_MODULE(MidxSampler);
+class MidxSampler : public Holder<MidxSamplerImpl> {
+ public:
+  using Holder::Holder;
+  MidxSampler(int64_t num_classes, int64_t dim, const MidxOptions& options = {}) : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
+  explicit MidxSampler(...) = delete; // expected: num_classes, dim[, MidxOptions]
+};
 
 /// Theorem 1: q is the softmax itself, from a copy of the table that each training step renews, at O(N D) a query. Private independent draws.
 class ExactMidxSamplerImpl : public MidxSamplerImpl {
@@ -100,7 +103,12 @@ class ExactMidxSamplerImpl : public MidxSamplerImpl {
  protected:
   std::shared_ptr<AdaptiveSamplerImpl> like(const torch::Tensor& exclude) const override { return like_this<ExactMidxSamplerImpl>(exclude); }
 };
-TORCH_MODULE(ExactMidxSampler);
+class ExactMidxSampler : public Holder<ExactMidxSamplerImpl> {
+ public:
+  using Holder::Holder;
+  ExactMidxSampler(int64_t num_classes, int64_t dim, const MidxOptions& options = {}) : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
+  explicit ExactMidxSampler(...) = delete; // expected: num_classes, dim[, MidxOptions]
+};
 
 /// Classes that the codewords describe badly are drawn more often, by what their score may be.
 class SpreadMidxSamplerImpl : public MidxSamplerImpl {
@@ -110,7 +118,12 @@ class SpreadMidxSamplerImpl : public MidxSamplerImpl {
  protected:
   std::shared_ptr<AdaptiveSamplerImpl> like(const torch::Tensor& exclude) const override { return like_this<SpreadMidxSamplerImpl>(exclude); }
 };
-TORCH_MODULE(SpreadMidxSampler);
+class SpreadMidxSampler : public Holder<SpreadMidxSamplerImpl> {
+ public:
+  using Holder::Holder;
+  SpreadMidxSampler(int64_t num_classes, int64_t dim, const MidxOptions& options = {}) : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
+  explicit SpreadMidxSampler(...) = delete; // expected: num_classes, dim[, MidxOptions]
+};
 
 /// The codewords are parameters; a refresh codes the classes anew under what they have become.
 class LearnableMidxSamplerImpl : public MidxSamplerImpl {
@@ -127,7 +140,13 @@ class LearnableMidxSamplerImpl : public MidxSamplerImpl {
  private:
   int64_t learn_rows_;
 };
-TORCH_MODULE(LearnableMidxSampler);
+class LearnableMidxSampler : public Holder<LearnableMidxSamplerImpl> {
+ public:
+  using Holder::Holder;
+  LearnableMidxSampler(int64_t num_classes, int64_t dim, const MidxOptions& options = {}, int64_t learn_rows = 1024)
+      : Holder(std::make_shared<Impl>(num_classes, dim, options, learn_rows)) {}
+  explicit LearnableMidxSampler(...) = delete; // expected: num_classes, dim[, MidxOptions[, learn_rows]]
+};
 
 /// Draws classes that share a bucket with the query in one of several hash tables. Private independent draws.
 class LshSamplerImpl : public AdaptiveSamplerImpl {
@@ -140,7 +159,12 @@ class LshSamplerImpl : public AdaptiveSamplerImpl {
  private:
   LshOptions lsh_options_;
 };
-TORCH_MODULE(LshSampler);
+class LshSampler : public Holder<LshSamplerImpl> {
+ public:
+  using Holder::Holder;
+  LshSampler(int64_t num_classes, int64_t dim, const LshOptions& options = {}) : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
+  explicit LshSampler(...) = delete; // expected: num_classes, dim[, LshOptions]
+};
 
 /// Base of samplers with q in proportion to a kernel, drawn by a binary tree of feature sums. Private independent draws.
 class KernelSamplerImpl : public AdaptiveSamplerImpl {
@@ -158,7 +182,12 @@ class SphereSamplerImpl : public KernelSamplerImpl {
  protected:
   std::shared_ptr<AdaptiveSamplerImpl> like(const torch::Tensor& exclude) const override;
 };
-TORCH_MODULE(SphereSampler);
+class SphereSampler : public Holder<SphereSamplerImpl> {
+ public:
+  using Holder::Holder;
+  SphereSampler(int64_t num_classes, int64_t dim, const KernelOptions& options = {}) : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
+  explicit SphereSampler(...) = delete; // expected: num_classes, dim[, KernelOptions]
+};
 
 /// Random Fourier features of the Gaussian kernel on normalised vectors.
 class RffSamplerImpl : public KernelSamplerImpl {
@@ -168,6 +197,11 @@ class RffSamplerImpl : public KernelSamplerImpl {
  protected:
   std::shared_ptr<AdaptiveSamplerImpl> like(const torch::Tensor& exclude) const override;
 };
-TORCH_MODULE(RffSampler);
+class RffSampler : public Holder<RffSamplerImpl> {
+ public:
+  using Holder::Holder;
+  RffSampler(int64_t num_classes, int64_t dim, const KernelOptions& options = {}) : Holder(std::make_shared<Impl>(num_classes, dim, options)) {}
+  explicit RffSampler(...) = delete; // expected: num_classes, dim[, KernelOptions]
+};
 
 } // namespace xsoftmax::samplers

@@ -2,8 +2,6 @@
 
 #include <xsoftmax/sampler.h>
 
-#include <torch/nn/pimpl.h>
-
 namespace xsoftmax::samplers {
 
 /// Draws from the classes outside the target, or outside a set: the complementary sums of Botev et al. (2017), the noise of CANE. A draw of
@@ -37,6 +35,12 @@ class ComplementSamplerImpl : public SamplerImpl {
   std::shared_ptr<SamplerImpl> sampler_; // null: uniform
   std::string options_;
 };
-TORCH_MODULE(ComplementSampler);
+class ComplementSampler : public Holder<ComplementSamplerImpl> {
+ public:
+  using Holder::Holder;
+  ComplementSampler(const Sampler& sampler, int64_t num_samples) : Holder(std::make_shared<Impl>(sampler.or_null(), num_samples)) {}
+  ComplementSampler(int64_t num_classes, int64_t num_samples) : Holder(std::make_shared<Impl>(num_classes, num_samples)) {}
+  explicit ComplementSampler(...) = delete; // expected: a sampler or num_classes, num_samples
+};
 
 } // namespace xsoftmax::samplers

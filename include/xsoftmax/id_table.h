@@ -7,7 +7,6 @@
 
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
-#include <torch/nn/pimpl.h>
 
 #include <functional>
 #include <mutex>
@@ -22,7 +21,7 @@ namespace xsoftmax::nn {
 /// Threads may share it.
 ///
 ///     xsoftmax::nn::IdTable ids(1'000'000);
-///     xsoftmax::nn::SampledSoftmaxLoss loss(64, 1'000'000, sampler.ptr());
+///     xsoftmax::nn::SampledSoftmaxLoss loss(64, 1'000'000, sampler);
 ///     ids->attach(loss->linear);
 ///     loss(hidden, ids(raw_target)).backward();
 class IdTableImpl : public torch::nn::Module {
@@ -67,6 +66,11 @@ class IdTableImpl : public torch::nn::Module {
   std::vector<std::function<void(const torch::Tensor&)>> attached_; ///< called with the rows that start anew
   torch::Tensor pending_ = torch::empty({0}, torch::kLong);         ///< rows that an error kept from it
 };
-TORCH_MODULE(IdTable);
+class IdTable : public Holder<IdTableImpl> {
+ public:
+  using Holder::Holder;
+  explicit IdTable(int64_t capacity, const IdTableOptions& options = {}) : Holder(std::make_shared<Impl>(capacity, options)) {}
+  explicit IdTable(...) = delete; // expected: capacity[, IdTableOptions]
+};
 
 } // namespace xsoftmax::nn

@@ -2,7 +2,9 @@
 
 // Extreme multi-label classification by a hierarchical linear model.
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
+#include <torch/arg.h>
 #include <torch/custom_class.h>
 
 #include <memory>
@@ -14,6 +16,25 @@
 namespace xsoftmax {
 
 class BeamLayer;
+struct Examples;
+struct XRLinearTrainOptions;
+
+/// Options of XRLinear::predict and XRLinear::topk, set by calls: XRLinearPredictOptions().topk(5).beam(20).
+struct XRLinearPredictOptions {
+  /// Labels of each query, at least 0.
+  TORCH_ARG(int64_t, topk) = 10;
+  /// Nodes of a layer whose children are scored, at least 1.
+  TORCH_ARG(int64_t, beam) = 10;
+  /// Of a score z: "l1-hinge" .. "l6-hinge", e^-max(0, 1 - z)^p; "sigmoid"; "identity"; "log-" before the first two for their logs; empty: the model's.
+  TORCH_ARG(std::string, transform) = "";
+  /// Of that and the parent's score: "multiply", "add", or "last", itself alone; empty: "add" beside a transform to logs and "identity", else "multiply".
+  TORCH_ARG(std::string, combiner) = "";
+  /// int64: the labels among which the best are wanted; none: all.
+  TORCH_ARG(std::optional<at::Tensor>, only) = std::nullopt;
+  /// float32 [n, d]: the features from dense_begin on, beside the sparse ones or alone.
+  TORCH_ARG(std::optional<at::Tensor>, dense) = std::nullopt;
+  TORCH_ARG(int64_t, dense_begin) = 0;
+};
 
 /// The layers of a tree of labels, with a sparse linear classifier for each child of each node (Yu et al., 2022, section 3). Never changes; any
 /// number of threads may ask it at once.
@@ -26,28 +47,32 @@ class XRLinear : public torch::CustomClassHolder {
   XRLinear(int64_t features, double bias, const std::string& transform, at::Tensor labels, std::vector<std::vector<at::Tensor>> layers);
   ~XRLinear() override;
 
+  /// Trains a linear classifier for each node of a tree, layer after layer from the top: the model that xsoftmax.XRLinear.train makes of the same examples,
+  /// options and generator, bit for bit. Include matcher_training.h. Says how far it is, and can be stopped (long_work.h). Throws ValueError, TypeError and
+  /// IndexError for examples and options that do not fit.
+  static c10::intrusive_ptr<XRLinear> train(const Examples& examples, const XRLinearTrainOptions& options,
+                                            std::optional<at::Generator> generator = std::nullopt);
+  static c10::intrusive_ptr<XRLinear> train(const Examples& examples);
+
   using Predictions = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-  /// Returns the topk labels of each query by beam search: offsets int64 [n + 1], labels int64 and
+  /// Returns the best labels of each query by beam search: offsets int64 [n + 1], labels int64 and
   /// scores float32, best first in each row, equal scores in the order of the last layer.
   ///
   /// The search adds logs where scores are products or sums of values above 0: the order is right
   /// where float32 rounds scores to 0 or 1. No reported score is 0, which sparse formats drop: the
   /// smallest normal numbers, 2^-126 and those after it, take the place of smaller ones, in order.
   ///
-  /// Queries are sparse rows: offsets [n + 1] and columns int32 or int64, values float32; or a dense block, float32 [n, d], which are the
-  /// features from dense_begin on; or both.
-  ///
-  /// beam: nodes of a layer that are looked below. transform: "l1-hinge" .. "l6-hinge", e^-max(0, 1 - z)^p of a score z; "sigmoid";
-  /// "identity"; "log-" before the first two for their logs; empty: the model's own. combiner: what a node's score makes of its parent's:
-  /// "multiply", "add", or "last", itself alone; empty: "add" beside a transform to logs and "identity", else "multiply". only: int64,
-  /// the labels among which the best are wanted; none: all.
-  Predictions predict(const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values, const std::optional<at::Tensor>& dense = std::nullopt,
-                      int64_t dense_begin = 0, int64_t topk = 10, int64_t beam = 10, const std::string& transform = "", const std::string& combiner = "",
-                      const std::optional<at::Tensor>& only = std::nullopt) const;
+  /// Queries are sparse rows: offsets [n + 1] and columns int32 or int64, values float32; or the dense block of the options; or both.
+  Predictions predict(const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values, const XRLinearPredictOptions& options = {}) const;
+
+  /// Returns (scores float32 [n, k], labels int64 [n, k]) of predict(), k = options.topk(), 0 and -1 where fewer labels are found. exclude: int64 [n, E],
+  /// the labels that each query does not want, -1 for none; the beam should have room for them.
+  std::tuple<at::Tensor, at::Tensor> topk(const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values,
+                                          const XRLinearPredictOptions& options = {}, const std::optional<at::Tensor>& exclude = std::nullopt) const;
 
   /// predict() of a sparse CSR tensor [n, features], as one [n, L] of the scores, the entries of a row by label.
-  at::Tensor predict_csr(const at::Tensor& queries, int64_t topk = 10, int64_t beam = 10) const;
+  at::Tensor predict_csr(const at::Tensor& queries, const XRLinearPredictOptions& options = {}) const;
 
   /// Writes the model to the folder `path`, as a whole or not at all: a folder that holds a model and nothing else is replaced, and goes on
   /// to serve who reads it; any other is left alone. notes: any text, kept with the model, and beside it as

@@ -3,21 +3,22 @@
 // Losses over a class table, over a tree of classes, or over vectors of two towers, as modules: the same as their namesakes in Python, with the same
 // parameter names, so the state of one loads into the other.
 //
-//     xsoftmax::nn::SampledSoftmaxLoss loss(width, classes, xsoftmax::samplers::UniformSampler(classes, 512).ptr());
+//     xsoftmax::nn::SampledSoftmaxLoss loss(width, classes, xsoftmax::samplers::UniformSampler(classes, 512));
 //     loss(hidden, target).backward();
 
+#include <xsoftmax/holder.h>
 #include <xsoftmax/loss_options.h>
 #include <xsoftmax/samplers.h>
 
 #include <torch/nn/modules/common.h>
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/modules/linear.h>
-#include <torch/nn/pimpl.h>
 
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace xsoftmax::nn {
@@ -126,7 +127,13 @@ class LinearCrossEntropyLossImpl : public LinearLossImpl {
  protected:
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<torch::Tensor>())})
 };
-TORCH_MODULE(LinearCrossEntropyLoss);
+class LinearCrossEntropyLoss : public Holder<LinearCrossEntropyLossImpl> {
+ public:
+  using Holder::Holder;
+  LinearCrossEntropyLoss(int64_t in_features, int64_t num_classes, const LossOptions& options = {})
+      : Holder(std::make_shared<Impl>(in_features, num_classes, options)) {}
+  explicit LinearCrossEntropyLoss(...) = delete; // expected: in_features, num_classes[, LossOptions]
+};
 
 /// What losses share that score candidates in train() and are exact in eval().
 class CandidateLossImpl : public LinearLossImpl {
@@ -184,14 +191,35 @@ class SampledSoftmaxLossImpl : public CandidateLossImpl {
                         const std::optional<torch::Tensor>& negatives, const std::optional<torch::Tensor>& negative_log_count,
                         const std::optional<torch::Tensor>& target_prob);
 };
-TORCH_MODULE(SampledSoftmaxLoss);
+class SampledSoftmaxLoss : public Holder<SampledSoftmaxLossImpl> {
+ public:
+  using Holder::Holder;
+  /// sampler: UniformSampler(num_classes, 512), a pointer, ...
+  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const samplers::Sampler& sampler, const SamplingOptions& sampling = {},
+                     const LossOptions& options = {})
+      : Holder(std::make_shared<Impl>(in_features, num_classes, sampler.or_null(), sampling, options)) {}
+  /// Without a sampler: candidates are the head and the negatives of each call.
+  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, std::nullptr_t, const SamplingOptions& sampling = {}, const LossOptions& options = {})
+      : SampledSoftmaxLoss(in_features, num_classes, samplers::Sampler(), sampling, options) {}
+  /// sampler: "uniform", "midx", ..., with num_samples and shared of SamplingOptions.
+  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const std::string& sampler, const SamplingOptions& sampling = {},
+                     const LossOptions& options = {})
+      : Holder(std::make_shared<Impl>(in_features, num_classes, sampler, sampling, options)) {}
+  /// The same, with num_samples as an argument: SampledSoftmaxLoss(64, 10000, "uniform", 512).
+  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const std::string& sampler, int64_t num_samples, const SamplingOptions& sampling = {},
+                     const LossOptions& options = {});
+  SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, const LossOptions&) = delete; // expected: SamplingOptions before LossOptions
+  SampledSoftmaxLoss(int64_t, int64_t, const std::string&, const LossOptions&) = delete; // expected: SamplingOptions before LossOptions
+  SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, int64_t, ...) = delete; // expected: num_samples in the sampler's constructor
+  explicit SampledSoftmaxLoss(...) = delete; // expected: in_features, num_classes, sampler, nullptr or name[, num_samples][, SamplingOptions[, LossOptions]]
+};
 
 /// How CANE finds candidates and draws noise.
 struct CaneOptions {
   torch::Tensor candidates = {};              ///< int64 [C]: for all queries; or a sampler draws them; or each call says
-  std::shared_ptr<samplers::SamplerImpl> candidate_sampler = nullptr;
+  samplers::Sampler candidate_sampler = {};
   int64_t num_noises = 1;                     ///< for each query, from outside the candidates
-  std::shared_ptr<samplers::SamplerImpl> noise_sampler = nullptr; ///< private independent draws, tries * num_noises of them; none: uniform
+  samplers::Sampler noise_sampler = {}; ///< private independent draws, tries * num_noises of them; none: uniform
   std::string noise_reduction = "mean_of_logs";                   ///< or "log_of_mean"
   bool sparse_grad = true;                    ///< row-sparse gradient of the table
 };
@@ -215,7 +243,13 @@ class CaneLossImpl : public CandidateLossImpl {
  private:
   torch::Tensor candidates_;
 };
-TORCH_MODULE(CaneLoss);
+class CaneLoss : public Holder<CaneLossImpl> {
+ public:
+  using Holder::Holder;
+  CaneLoss(int64_t in_features, int64_t num_classes, const CaneOptions& cane, const LossOptions& options = {})
+      : Holder(std::make_shared<Impl>(in_features, num_classes, cane, options)) {}
+  explicit CaneLoss(...) = delete; // expected: in_features, num_classes, CaneOptions[, LossOptions]
+};
 
 } // namespace xsoftmax::nn
 

@@ -3,15 +3,18 @@
 // What every sampler is: a module that proposes classes and says how often it would. A sampler of your own derives from SamplerImpl.
 
 #include <xsoftmax/candidates.h>
+#include <xsoftmax/holder.h>
 
 #include <ATen/core/Generator.h>
 #include <torch/nn/module.h>
 
+#include <concepts>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace xsoftmax::samplers {
@@ -85,6 +88,21 @@ class SamplerImpl : public KeepsTables {
   int64_t num_classes_, num_samples_;
   bool shared_, distinct_;
   std::string owner_;
+};
+
+/// Holds a sampler of any class, or none. What takes a sampler takes this: it is made from any holder of a sampler, those of TORCH_MODULE
+/// included, and from a pointer.
+class Sampler : public Holder<SamplerImpl> {
+ public:
+  using Holder::Holder;
+  Sampler() : Holder(nullptr) {}
+  template <std::derived_from<SamplerImpl> Derived>
+  Sampler(const torch::nn::ModuleHolder<Derived>& sampler) : Holder(sampler.is_empty() ? nullptr : std::shared_ptr<SamplerImpl>(sampler.ptr())) {}
+  template <std::derived_from<SamplerImpl> Derived>
+  Sampler(std::shared_ptr<Derived> sampler) : Holder(std::shared_ptr<SamplerImpl>(std::move(sampler))) {}
+
+  /// Returns the pointer, null where there is no sampler.
+  const std::shared_ptr<SamplerImpl>& or_null() const { return impl_; }
 };
 
 /// Base of the samplers of the library: a description and its tensors, from which operators draw.

@@ -2,9 +2,12 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <map>
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace xsoftmax {
@@ -32,5 +35,42 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> search_topk(const at:
 /// more: int64 []. Queries like them find about as much.
 at::Tensor search_budget(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::TensorList index, c10::SymInt k,
                          double recall);
+
+/// What SearchIndex found: of each query the scores [*, k] and ids int64 [*, k] of its best classes, how many cells were read, int64 [*], and whether
+/// the classes are certified to be the best, bool [*].
+struct SearchResult { at::Tensor scores, ids, cells_read, certified; };
+
+/// How much SearchIndex::search reads; nothing set: until the best k are certain. At most one is set.
+struct SearchLimits {
+  std::optional<double> recall = std::nullopt;     ///< in (0, 1]: as many cells as 256 queries like these needed to find this share of their best k
+  std::optional<int64_t> max_cells = std::nullopt; ///< at least 1
+};
+
+/// Searches a class table as it is now: the `search` of Python's losses. It knows the table that it was made of: make another one where that changes, after
+/// xsoftmax::settle where a row optimizer trains it.
+///
+///     xsoftmax::SearchIndex index(loss->linear->weight, loss->linear->bias);
+///     const auto found = index.search(queries, 10);
+class SearchIndex {
+ public:
+  /// weight [N, D] and bias [N] or undefined, on the CPU. codewords: K in [1, 1024], of K x K cells; 0: sqrt(N / 256), at most 256.
+  explicit SearchIndex(const at::Tensor& weight, const at::Tensor& bias = {}, int64_t codewords = 0);
+
+  /// Takes queries [*, D], at least 256 like those to come, as those that say how many cells a recall takes.
+  void calibrate(const at::Tensor& queries);
+  /// Returns the k best classes of input [*, D], k in [0, N]; equal scores: the lower id first. exclude: ids [*, E] that a query does not want, -1 for none.
+  /// Has no gradient. Throws ValueError, TypeError and IndexError.
+  SearchResult search(const at::Tensor& input, int64_t k, const SearchLimits& limits = {}, const at::Tensor& exclude = {});
+  int64_t num_cells() const { return tensors_[2].size(0) - 1; }
+  /// What search_topk takes.
+  const std::vector<at::Tensor>& tensors() const { return tensors_; }
+
+ private:
+  std::optional<int64_t> cells_of(const at::Tensor& queries, int64_t k, double recall);
+
+  at::Tensor weight_, bias_, queries_; ///< queries_: those that say how many cells a recall takes
+  std::vector<at::Tensor> tensors_;
+  std::map<std::pair<int64_t, double>, int64_t> budgets_;
+};
 
 } // namespace xsoftmax

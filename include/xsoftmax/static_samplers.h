@@ -5,8 +5,6 @@
 #include <xsoftmax/sampler.h>
 #include <xsoftmax/streaming_counts.h>
 
-#include <torch/nn/pimpl.h>
-
 #include <vector>
 
 namespace xsoftmax::samplers {
@@ -45,14 +43,26 @@ class StaticSamplerImpl : public DescribedSamplerImpl {
   std::vector<torch::Tensor> tables_;
   std::string options_;
 };
-TORCH_MODULE(StaticSampler);
+class StaticSampler : public Holder<StaticSamplerImpl> {
+ public:
+  using Holder::Holder;
+  StaticSampler(const torch::Tensor& weights, int64_t num_samples, const DrawOptions& options = {})
+      : Holder(std::make_shared<Impl>(weights, num_samples, options)) {}
+  explicit StaticSampler(...) = delete; // expected: weights, num_samples[, DrawOptions]
+};
 
 /// Every class that is not excluded alike. Needs no tables, whatever num_classes is, unless `exclude` leaves no range of classes.
 class UniformSamplerImpl : public StaticSamplerImpl {
  public:
   UniformSamplerImpl(int64_t num_classes, int64_t num_samples, const DrawOptions& options = {});
 };
-TORCH_MODULE(UniformSampler);
+class UniformSampler : public Holder<UniformSamplerImpl> {
+ public:
+  using Holder::Holder;
+  UniformSampler(int64_t num_classes, int64_t num_samples, const DrawOptions& options = {})
+      : Holder(std::make_shared<Impl>(num_classes, num_samples, options)) {}
+  explicit UniformSampler(...) = delete; // expected: num_classes, num_samples[, DrawOptions]
+};
 
 /// Classes sorted by falling frequency: q_i = (ln(i + 2) - ln(i + 1)) / (ln(N + 1) - ln(h + 1)) for i in [h, N), the classes below h excluded.
 /// Independent draws need no tables unless `exclude` names ids that are not 0, 1, ...; distinct ones do.
@@ -65,7 +75,13 @@ class LogUniformSamplerImpl : public StaticSamplerImpl {
   explicit LogUniformSamplerImpl(const Law& law) : StaticSamplerImpl(law) {}
   const char* law() const override { return "log_uniform"; }
 };
-TORCH_MODULE(LogUniformSampler);
+class LogUniformSampler : public Holder<LogUniformSamplerImpl> {
+ public:
+  using Holder::Holder;
+  LogUniformSampler(int64_t num_classes, int64_t num_samples, const DrawOptions& options = {})
+      : Holder(std::make_shared<Impl>(num_classes, num_samples, options)) {}
+  explicit LogUniformSampler(...) = delete; // expected: num_classes, num_samples[, DrawOptions]
+};
 
 /// q_i = counts_i^power / sum_j counts_j^power; a class of zero count is never drawn.
 class UnigramSamplerImpl : public StaticSamplerImpl {
@@ -95,7 +111,17 @@ class UnigramSamplerImpl : public StaticSamplerImpl {
   DrawOptions draws_;
   torch::Tensor excluded_;
 };
-TORCH_MODULE(UnigramSampler);
+class UnigramSampler : public Holder<UnigramSamplerImpl> {
+ public:
+  using Holder::Holder;
+  UnigramSampler(const torch::Tensor& counts, int64_t num_samples, double power = 0.75, const DrawOptions& options = {})
+      : Holder(std::make_shared<Impl>(counts, num_samples, power, options)) {}
+  UnigramSampler(const torch::Tensor& counts, int64_t num_samples, const DrawOptions& options)
+      : Holder(std::make_shared<Impl>(counts, num_samples, 0.75, options)) {}
+  UnigramSampler(StreamingCounts counts, int64_t num_samples, const FollowOptions& follow = {}, const DrawOptions& options = {})
+      : Holder(std::make_shared<Impl>(std::move(counts), num_samples, follow, options)) {}
+  explicit UnigramSampler(...) = delete; // expected: counts or StreamingCounts, num_samples[, power or FollowOptions][, DrawOptions]
+};
 
 /// Classes that are always there: log_count 0.
 class FixedSamplerImpl : public StaticSamplerImpl {
@@ -104,7 +130,12 @@ class FixedSamplerImpl : public StaticSamplerImpl {
   FixedSamplerImpl(int64_t num_classes, const torch::Tensor& ids);
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
 };
-TORCH_MODULE(FixedSampler);
+class FixedSampler : public Holder<FixedSamplerImpl> {
+ public:
+  using Holder::Holder;
+  FixedSampler(int64_t num_classes, const torch::Tensor& ids) : Holder(std::make_shared<Impl>(num_classes, ids)) {}
+  explicit FixedSampler(...) = delete; // expected: num_classes, ids
+};
 
 /// The candidates of each query are the targets of the others in the batch, with log_count = log((n - 1) p), n the queries that count,
 /// p_i the frequency of class i among the targets of the training batches (the batch at hand included while training). This p is an estimate. Buffers:
@@ -128,6 +159,11 @@ class InBatchSamplerImpl : public DescribedSamplerImpl {
   torch::Tensor drawn_;       // how many queries of the last batch count
   torch::Tensor last_, seen_; // empty, beside counts and total
 };
-TORCH_MODULE(InBatchSampler);
+class InBatchSampler : public Holder<InBatchSamplerImpl> {
+ public:
+  using Holder::Holder;
+  explicit InBatchSampler(int64_t num_classes, StreamingCounts counts = nullptr) : Holder(std::make_shared<Impl>(num_classes, std::move(counts))) {}
+  explicit InBatchSampler(...) = delete; // expected: num_classes[, StreamingCounts]
+};
 
 } // namespace xsoftmax::samplers

@@ -5,8 +5,6 @@
 #include <xsoftmax/sampler.h>
 #include <xsoftmax/streaming_options.h>
 
-#include <torch/nn/pimpl.h>
-
 namespace xsoftmax::samplers {
 
 /// The probability of ids in a stream of batches, as the stream has it lately: exact decayed counts of dense ids, or, of open ids, smoothed gaps in hashed
@@ -43,6 +41,12 @@ class StreamingCountsImpl : public KeepsTables {
   std::optional<int64_t> num_ids_;
   std::string options_;
 };
-TORCH_MODULE(StreamingCounts);
+class StreamingCounts : public Holder<StreamingCountsImpl> {
+ public:
+  using Holder::Holder;
+  explicit StreamingCounts(const StreamingOptions& options) : Holder(std::make_shared<Impl>(options)) {}
+  explicit StreamingCounts(int64_t num_ids) : Holder(std::make_shared<Impl>(num_ids)) {}
+  explicit StreamingCounts(...) = delete; // expected: StreamingOptions or num_ids
+};
 
 } // namespace xsoftmax::samplers

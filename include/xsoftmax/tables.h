@@ -29,7 +29,7 @@ struct MappedOptions {
 ///
 ///     const auto weight = xsoftmax::tables::mapped("classes.safetensors", 120'000'000, 64,
 ///         {.init = [](torch::Tensor rows) { torch::nn::init::normal_(rows, 0, .02); }});
-///     xsoftmax::nn::SampledSoftmaxLoss loss(64, 120'000'000, sampler.ptr(), {.linear = xsoftmax::tables::linear(weight)});
+///     xsoftmax::nn::SampledSoftmaxLoss loss(64, 120'000'000, sampler, {}, {.linear = xsoftmax::tables::linear(weight)});
 torch::Tensor mapped(const std::string& path, int64_t num_rows, std::optional<int64_t> width = std::nullopt, const MappedOptions& options = {});
 
 /// The parameter of a file that exists. writable: false maps a private copy, which many processes can do at a time. recover: also a file whose process died

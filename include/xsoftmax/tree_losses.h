@@ -78,13 +78,19 @@ class HierarchicalSoftmaxLossImpl : public TreeLossImpl {
 
   HierarchicalSoftmaxOptions step_;
 };
-TORCH_MODULE(HierarchicalSoftmaxLoss);
+class HierarchicalSoftmaxLoss : public Holder<HierarchicalSoftmaxLossImpl> {
+ public:
+  using Holder::Holder;
+  HierarchicalSoftmaxLoss(int64_t in_features, LabelTree tree, const LossOptions& options = {}, bool sparse_grad = true)
+      : Holder(std::make_shared<Impl>(in_features, std::move(tree), options, sparse_grad)) {}
+  explicit HierarchicalSoftmaxLoss(...) = delete; // expected: in_features, LabelTree[, LossOptions[, sparse_grad]]
+};
 
 struct BeamTreeOptions {
   int64_t num_candidates = 0;   ///< the best of what the beam finds
   int64_t num_noises = 0;       ///< for each query, from outside the candidates
   std::optional<int64_t> beam = std::nullopt; ///< the width of the search; none: num_candidates
-  std::shared_ptr<samplers::SamplerImpl> noise_sampler = nullptr; ///< private independent draws, tries * num_noises of them; none: uniform
+  samplers::Sampler noise_sampler = {}; ///< private independent draws, tries * num_noises of them; none: uniform
   std::string noise_reduction = "mean_of_logs";                   ///< or "log_of_mean"
   bool routed = false;          ///< candidates drawn from the best subset of a tree of one layer of subsets
   std::optional<int64_t> balance_every = std::nullopt; ///< steps; none: 100, more for large trees; 0: never
@@ -127,7 +133,13 @@ class BeamTreeLossImpl : public TreeLossImpl {
   BeamOptions beam_;
   std::optional<int64_t> balance_every_; ///< as it was given
 };
-TORCH_MODULE(BeamTreeLoss);
+class BeamTreeLoss : public Holder<BeamTreeLossImpl> {
+ public:
+  using Holder::Holder;
+  BeamTreeLoss(int64_t in_features, LabelTree tree, const BeamTreeOptions& beam, const LossOptions& options = {})
+      : Holder(std::make_shared<Impl>(in_features, std::move(tree), beam, options)) {}
+  explicit BeamTreeLoss(...) = delete; // expected: in_features, LabelTree, BeamTreeOptions[, LossOptions]
+};
 
 } // namespace nn
 } // namespace xsoftmax

@@ -4,11 +4,13 @@
 //
 //     auto tree = xsoftmax::LabelTree::from_vectors(class_means, {.arity = 8});
 
+#include <xsoftmax/holder.h>
+
 #include <ATen/core/Generator.h>
 #include <torch/nn/module.h>
-#include <torch/nn/pimpl.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -68,9 +70,11 @@ class LabelTreeImpl : public torch::nn::Module {
   void measure();
 };
 
-class LabelTree : public torch::nn::ModuleHolder<LabelTreeImpl> {
+class LabelTree : public Holder<LabelTreeImpl> {
  public:
-  using torch::nn::ModuleHolder<LabelTreeImpl>::ModuleHolder;
+  using Holder::Holder;
+  explicit LabelTree(const torch::Tensor& parents, const torch::Tensor& classes = {}) : Holder(std::make_shared<Impl>(parents, classes)) {}
+  explicit LabelTree(...) = delete; // expected: parents [V][, classes [V]]
 
   /// As the constructor.
   static LabelTree from_parents(const torch::Tensor& parents, const torch::Tensor& classes = {});

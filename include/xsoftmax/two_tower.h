@@ -5,13 +5,13 @@
 //     xsoftmax::nn::TwoTowerLoss loss(xsoftmax::TwoTowerOptions{.num_items = items, .temperature = 0.1, .similarity = "cosine"});
 //     loss(query_tower(users), item_tower(items), item_id).backward();
 
+#include <xsoftmax/holder.h>
 #include <xsoftmax/loss_options.h>
 #include <xsoftmax/streaming_counts.h>
 
 #include <torch/nn/module.h>
 #include <torch/nn/modules/common.h>
 #include <torch/nn/modules/container/any.h>
-#include <torch/nn/pimpl.h>
 
 #include <optional>
 #include <string>
@@ -62,6 +62,13 @@ class TwoTowerLossImpl : public torch::nn::Module {
  private:
   std::string options_;
 };
-TORCH_MODULE(TwoTowerLoss);
+class TwoTowerLoss : public Holder<TwoTowerLossImpl> {
+ public:
+  using Holder::Holder;
+  explicit TwoTowerLoss(const TwoTowerOptions& options = {}) : Holder(std::make_shared<Impl>(options)) {}
+  TwoTowerLoss(const TwoTowerOptions& options, samplers::StreamingCounts counts, bool learn_temperature = false)
+      : Holder(std::make_shared<Impl>(options, std::move(counts), learn_temperature)) {}
+  explicit TwoTowerLoss(const Anything&, ...) = delete; // expected: [TwoTowerOptions[, StreamingCounts or nullptr[, learn_temperature]]]
+};
 
 } // namespace xsoftmax::nn

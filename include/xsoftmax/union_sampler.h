@@ -2,8 +2,9 @@
 
 #include <xsoftmax/sampler.h>
 
-#include <torch/nn/pimpl.h>
-
+#include <concepts>
+#include <initializer_list>
+#include <memory>
 #include <vector>
 
 namespace xsoftmax::samplers {
@@ -38,6 +39,27 @@ class UnionSamplerImpl : public SamplerImpl {
  private:
   std::vector<std::shared_ptr<SamplerImpl>> parts_;
 };
-TORCH_MODULE(UnionSampler);
+class UnionSampler : public Holder<UnionSamplerImpl> {
+ public:
+  using Holder::Holder;
+  explicit UnionSampler(const std::vector<std::shared_ptr<SamplerImpl>>& parts) : Holder(std::make_shared<Impl>(parts)) {}
+  explicit UnionSampler(const std::vector<Sampler>& parts) : UnionSampler(pointers(parts.begin(), parts.end())) {}
+  UnionSampler(std::initializer_list<Sampler> parts) : UnionSampler(pointers(parts.begin(), parts.end())) {}
+  /// UnionSampler(uniform, midx), as in Python.
+  template <typename... Parts>
+    requires(sizeof...(Parts) > 0 && (std::convertible_to<const Parts&, Sampler> && ...))
+  explicit UnionSampler(const Parts&... parts) : UnionSampler(std::vector<Sampler>{Sampler(parts)...}) {}
+  explicit UnionSampler(...) = delete; // expected: samplers, or a std::vector of them
+
+ private:
+  template <typename Iterator>
+  static std::vector<std::shared_ptr<SamplerImpl>> pointers(Iterator begin, Iterator end) {
+    std::vector<std::shared_ptr<SamplerImpl>> found;
+    for (; begin != end; ++begin) {
+      found.push_back(begin->or_null());
+    }
+    return found;
+  }
+};
 
 } // namespace xsoftmax::samplers

@@ -43,7 +43,7 @@ TEST(XRLinear, ASearchAllocatesNothingOnceWarm) {
   const Tensor offsets = torch::tensor({0, 1}, torch::kLong), columns = torch::tensor({0}, torch::kInt), values = torch::tensor({1.0f});
   const auto used = [&](int64_t beam) {
     const int64_t before = allocations;
-    const auto [ends, labels, scores] = model->predict(offsets, columns, values, std::nullopt, 0, 5, beam);
+    const auto [ends, labels, scores] = model->predict(offsets, columns, values, xsoftmax::XRLinearPredictOptions().topk(5).beam(beam));
     EXPECT_EQ(labels.size(0), 5);
     return allocations - before;
   };

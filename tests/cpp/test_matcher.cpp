@@ -48,14 +48,29 @@ Query query() { return {longs({0, 2}), torch::tensor({1, 2}, torch::kInt), torch
 TEST(XRLinear, FindsTheBestLabels) {
   const auto model = make();
   const auto [offsets, columns, values] = query();
-  const auto [ends, labels, scores] = model->predict(offsets, columns, values, std::nullopt, 0, 4, 2);
+  const auto [ends, labels, scores] = model->predict(offsets, columns, values, xsoftmax::XRLinearPredictOptions().topk(4).beam(2));
   EXPECT_TRUE(ends.equal(longs({0, 4})));
   // Nodes: e^-1 and 1. Labels of a node: bias 0.5 against feature 2.
   const float half = std::exp(-0.5f), one = std::exp(-1.0f);
   EXPECT_TRUE(torch::allclose(scores, torch::tensor({1.0f, half, one, one * half})));
   EXPECT_TRUE(labels.equal(longs({1, 3, 0, 2})));
-  const auto alone = model->predict(offsets, columns, values, std::nullopt, 0, 4, 1);
+  const auto alone = model->predict(offsets, columns, values, xsoftmax::XRLinearPredictOptions().topk(4).beam(1));
   EXPECT_TRUE(std::get<1>(alone).equal(longs({1, 3})));
+}
+
+TEST(XRLinear, GivesTheBestAsTensors) {
+  const auto model = make();
+  const auto [offsets, columns, values] = query();
+  const auto options = xsoftmax::XRLinearPredictOptions().topk(3).beam(1); // which finds two
+  const auto [scores, labels] = model->topk(offsets, columns, values, options);
+  EXPECT_TRUE(labels.equal(longs({1, 3, -1}).unsqueeze(0)));
+  EXPECT_TRUE(torch::allclose(scores, torch::tensor({{1.0f, std::exp(-0.5f), 0.0f}})));
+  const auto others = std::get<1>(model->topk(offsets, columns, values, xsoftmax::XRLinearPredictOptions().topk(2).beam(2), longs({1, -1}).unsqueeze(0)));
+  EXPECT_TRUE(others.equal(longs({3, 0}).unsqueeze(0)));
+  const auto dense = xsoftmax::XRLinearPredictOptions(options).dense(torch::tensor({{0.0f, 1.0f, 1.0f}}));
+  const auto nothing = torch::zeros({0});
+  EXPECT_TRUE(std::get<1>(model->topk(longs({0, 0}), nothing.to(torch::kInt), nothing, dense)).equal(labels));
+  EXPECT_THROW(model->topk(offsets, columns, values, options, longs({1})), c10::ValueError);
 }
 
 TEST(XRLinear, ComesBackFromItsFile) {
