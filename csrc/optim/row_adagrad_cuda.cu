@@ -104,8 +104,7 @@ struct AdagradRows {
 };
 
 template <typename T, typename S, bool kRowWise>
-void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowAdagradNumbers& numbers,
-               const LearningRate& rate) {
+void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowAdagradNumbers& numbers, const LearningRate& rate) {
   AdagradRows<T, S, kRowWise> rule{device_rows<T>(param), device_rows<S>(state[kSum]), state[kCount].const_data_ptr<int64_t>(), numbers, rate, false};
   constexpr int64_t kPack = 16 / sizeof(T);
   rule.wide = rule.param.packs(kPack) && (kRowWise || rule.sum.packs(kPack)) && (param.dim() < 2 || param.size(1) % kPack == 0);

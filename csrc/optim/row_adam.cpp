@@ -109,8 +109,9 @@ struct AdamRule : OwingRule<AdamRule> {
     const OptionalTensor& lr = items[0].lr;
     if (fused) {
       const auto step = [&](const auto& rate) {
-        at::_fused_adamw_(params_of(items), values_of(items), state_of(items, kExpAvg), state_of(items, kExpAvgSq), {}, steps, rate, std::get<0>(options.betas()),
-                          std::get<1>(options.betas()), options.weight_decay(), options.eps(), /*amsgrad=*/false, options.maximize());
+        at::_fused_adamw_(params_of(items), values_of(items), state_of(items, kExpAvg), state_of(items, kExpAvgSq), {}, steps, rate,
+                          std::get<0>(options.betas()), std::get<1>(options.betas()), options.weight_decay(), options.eps(), /*amsgrad=*/false,
+                          options.maximize());
       };
       given(lr) ? step(scalar_of(*lr).to(at::kFloat)) : step(options.lr());
       return;
@@ -211,8 +212,7 @@ RowAdamNumbers check_row_adam_rows(const Tensor& param, TensorList state, const 
           options.maximize()};
 }
 
-void row_adam_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text,
-                             const OptionalTensor& lr) {
+void row_adam_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text, const OptionalTensor& lr) {
   row_rows_composite<AdamRule>(param, state, rows, values, text, lr);
 }
 

@@ -57,7 +57,8 @@ struct RowAdamNumbers {
   double lr, beta1, beta2, eps, weight_decay;
   bool stochastic_rounding, maximize = false;
 };
-RowAdamNumbers check_row_adam_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options, const OptionalTensor& lr);
+RowAdamNumbers check_row_adam_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options,
+                                   const OptionalTensor& lr);
 void row_adam_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options,
                              const OptionalTensor& lr);
 /// Whether the state is of rows.

@@ -193,8 +193,7 @@ struct AdamRate {
 };
 
 template <typename T, typename S, bool kRowWise>
-AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state, const Owing& owing, const RowAdamNumbers& numbers,
-                                    const LearningRate& lr) {
+AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state, const Owing& owing, const RowAdamNumbers& numbers, const LearningRate& lr) {
   using Rows = AdamRows<T, S, kRowWise>;
   Rows rows{device_rows<T>(param),
             device_rows<S>(state[kExpAvg]),
@@ -230,8 +229,7 @@ bool fits(const Tensor& param, TensorList state) {
   return !use_reference() && has_row_view(param) && has_row_view(state[kExpAvg]) && has_row_view(state[kExpAvgSq]);
 }
 
-void row_adam_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options,
-                        const OptionalTensor& lr) {
+void row_adam_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options, const OptionalTensor& lr) {
   const RowAdamNumbers numbers = check_row_adam_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
   if (!fits(param, state)) {

@@ -260,8 +260,7 @@ RowSGDNumbers check_row_sgd_rows(const Tensor& param, TensorList state, const Te
 
 bool make_row_sgd_buffer(const Tensor& param, TensorList state) { return make_buffer(param, state); }
 
-void row_sgd_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text,
-                            const OptionalTensor& lr) {
+void row_sgd_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text, const OptionalTensor& lr) {
   row_rows_composite<SgdRule>(param, state, rows, values, text, lr);
 }
 

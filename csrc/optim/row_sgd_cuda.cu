@@ -169,8 +169,7 @@ SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state, const Owing& owing
 bool fits(const Tensor& param, TensorList state) { return !use_reference() && has_row_view(param) && has_row_view(state[kBuffer]); }
 
 template <typename T, typename S>
-void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowSGDNumbers& numbers,
-               const LearningRate& lr) {
+void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowSGDNumbers& numbers, const LearningRate& lr) {
   const Owing steps = owing(state[kCount], state[kOwed], numbers.momentum, double(numbers.nesterov), 0, numbers.stochastic_rounding);
   make_up(sgd_rows<T, S>(param, state, steps, numbers, lr), param);
   const bool fresh = numbers.momentum != 0 && make_row_sgd_buffer(param, state);
@@ -183,8 +182,7 @@ void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const 
   advance(steps, SgdRate{lr, numbers.nesterov ? numbers.momentum : 1}, numbers.momentum, rule.decay, rule.always);
 }
 
-void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options,
-                       const OptionalTensor& lr) {
+void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options, const OptionalTensor& lr) {
   const RowSGDNumbers numbers = check_row_sgd_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
   if (!fits(param, state)) {

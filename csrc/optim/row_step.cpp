@@ -81,12 +81,9 @@ void check_learning_rate(const char* op, const Tensor& lr, const Tensor& param) 
 
 double read_learning_rate(const Tensor& lr) {
   switch (lr.scalar_type()) {
-  case at::kFloat:
-    return *lr.const_data_ptr<float>();
-  case at::kDouble:
-    return *lr.const_data_ptr<double>();
-  default:
-    return lr.item().toDouble();
+    case at::kFloat: return *lr.const_data_ptr<float>();
+    case at::kDouble: return *lr.const_data_ptr<double>();
+    default: return lr.item().toDouble();
   }
 }
 

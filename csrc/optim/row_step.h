@@ -74,8 +74,8 @@ struct ParamStep {
 
 /// Operators take the learning rates of groups so.
 using LearningRates = std::optional<std::vector<at::Tensor>>;
-using RowStep = void(at::TensorList, const c10::List<std::optional<at::Tensor>>&, at::TensorList, at::TensorList, const c10::List<std::string>&, at::IntArrayRef,
-                     const LearningRates&);
+using RowStep = void(at::TensorList, const c10::List<std::optional<at::Tensor>>&, at::TensorList, at::TensorList, const c10::List<std::string>&,
+                     at::IntArrayRef, const LearningRates&);
 
 /// What an optimizer is, by static members:
 ///     Options, kName, kStep, kRows, kState, kFlush (names of its class and ops), kRowState, kDenseState (numbers of state tensors)
@@ -110,6 +110,8 @@ at::Tensor new_step(const at::Tensor& param, bool rows);
 at::Tensor all_rows(const at::Tensor& param);
 /// A floating tensor of one element, on the CPU or on param's device.
 void check_learning_rate(const char* op, const at::Tensor& lr, const at::Tensor& param);
+/// Whether a learning rate lies on the CPU, and has a value: a fake tensor has none.
+inline bool lies_on_host(const at::Tensor& lr) { return lr.is_cpu() && !lr.unsafeGetTensorImpl()->is_python_dispatch(); }
 /// The value of a learning rate on the CPU.
 double read_learning_rate(const at::Tensor& lr);
 /// The learning rate as a 0-dim tensor, for ATen calls.
@@ -144,8 +146,8 @@ at::Tensor descent_of(const Options& options, const at::Tensor& values) {
 
 /// A parameter's part of a step, whose gradient may be a sparse tensor.
 template <typename Rule>
-StepOf<Rule> part_of_step(const at::Tensor& param, OptionalTensor rows, const at::Tensor& values, at::TensorList state,
-                          const typename Rule::Options& options, size_t group, const LearningRates& lrs) {
+StepOf<Rule> part_of_step(const at::Tensor& param, OptionalTensor rows, const at::Tensor& values, at::TensorList state, const typename Rule::Options& options,
+                          size_t group, const LearningRates& lrs) {
   StepOf<Rule> step{param, std::move(rows), values, state, &options, group};
   if (!given(step.rows) && values.layout() != at::kStrided) {
     TORCH_CHECK(param.dim() <= 2, Rule::kName, ": expected a parameter with 1 or 2 dimensions for a sparse gradient, got shape ", param.sym_sizes());
@@ -194,7 +196,7 @@ std::vector<typename Rule::Options> group_options(const c10::List<std::string>& 
   std::vector<typename Rule::Options> options;
   for (size_t i = 0; i < texts.size(); ++i) {
     options.push_back(parse_options<typename Rule::Options>(Rule::kStep, texts.get(i)));
-    if (lrs.has_value() && (*lrs)[i].is_cpu()) {
+    if (lrs.has_value() && lies_on_host((*lrs)[i])) {
       check_learning_rate(Rule::kStep, (*lrs)[i], (*lrs)[i]);
       options.back().lr(read_learning_rate((*lrs)[i]));
     }
@@ -215,7 +217,7 @@ typename Rule::Options rows_options(std::string_view text, const OptionalTensor&
   auto options = parse_options<typename Rule::Options>(Rule::kRows, text);
   if (given(lr)) {
     check_learning_rate(Rule::kRows, *lr, param);
-    if (lr->is_cpu() || reads) {
+    if (lies_on_host(*lr) || reads) {
       options.lr(read_learning_rate(lr->is_cpu() ? *lr : lr->cpu()));
     }
   }
@@ -286,9 +288,10 @@ double initial_of(const Options& options) {
 /// row_adam_rows_ of the param's device. Versions were raised by the step.
 template <typename Rule>
 void call_rows(const StepOf<Rule>& step, std::string_view text, const OptionalTensor& lr) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow((std::string("xsoftmax::") + Rule::kRows).c_str(), "")
-                             .template typed<void(const at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&, std::string_view, const OptionalTensor&)>();
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow((std::string("xsoftmax::") + Rule::kRows).c_str(), "")
+          .template typed<void(const at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&, std::string_view, const OptionalTensor&)>();
   const at::AutoDispatchBelowADInplaceOrView guard;
   op.call(step.param, step.state, given(step.rows) ? *step.rows : all_rows(step.param), step.values, text, lr);
 }
@@ -385,7 +388,8 @@ void row_flush_meta(const at::Tensor& param, at::TensorList state) {
 template <typename Rule>
 void define(torch::Library& m) {
   m.def((std::string(Rule::kState) + "(Tensor param, bool rows, str options) -> Tensor[]").c_str());
-  m.def((std::string(Rule::kStep) + "(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts, "
+  m.def((std::string(Rule::kStep) +
+         "(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts, "
          "Tensor[]? lrs=None) -> ()")
             .c_str());
   m.def((std::string(Rule::kRows) + "(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor values, str options, Tensor? lr=None) -> ()").c_str());

@@ -19,8 +19,7 @@ inline std::pair<at::Tensor, at::Tensor> sparse_gradient(const char* op, const a
   if (!indices.has_storage() || impl->is_python_dispatch() || impl->has_symbolic_sizes_strides()) {
     return {indices.select(0, 0), sparse->values()};
   }
-  at::Tensor rows =
-      at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(indices.storage()), indices.key_set(), indices.dtype());
+  at::Tensor rows = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(indices.storage()), indices.key_set(), indices.dtype());
   rows.unsafeGetTensorImpl()->set_storage_offset(indices.storage_offset());
   rows.unsafeGetTensorImpl()->set_sizes_and_strides(indices.sizes().slice(1, 1), indices.strides().slice(1, 1));
   return {std::move(rows), sparse->values()};

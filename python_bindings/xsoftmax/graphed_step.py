@@ -41,14 +41,16 @@ class _Cuda:
             value.record_stream(current)
         return value
 
-    def capture(self, function: Callable[[], None], pool: Any, generators: Sequence[torch.Generator]) -> Callable[[], None]:
+    def capture(
+        self, function: Callable[[], None], pool: Any, generators: Sequence[torch.Generator]
+    ) -> Callable[[], None]:
         """Returns what replays `function`, which a capture records and does not run."""
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
         with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=pool, stream=self.side):
             function()
-        return graph.replay  # type: ignore[no-any-return]
+        return graph.replay
 
 
 class _Captured:
@@ -65,11 +67,29 @@ class _Captured:
 class GraphedStep:
     """A training step that is captured and replayed; made by :func:`make_graphed_step`."""
 
-    def __init__(self, loss: Callable[..., Tensor], optimizers: List[torch.optim.Optimizer], encoder: Optional[Callable[..., Any]],
-                 max_norm: Optional[float], norm_type: float, accumulate: int, warmup_steps: int) -> None:
+    def __init__(
+        self,
+        loss: Callable[..., Tensor],
+        optimizers: List[torch.optim.Optimizer],
+        encoder: Optional[Callable[..., Any]],
+        max_norm: Optional[float],
+        norm_type: float,
+        accumulate: int,
+        warmup_steps: int,
+    ) -> None:
         self._loss, self._optimizers, self._encoder = loss, optimizers, encoder
-        self._max_norm, self._norm_type, self._accumulate, self._warmup_steps = max_norm, norm_type, accumulate, warmup_steps
-        self._modules = [module for part in (loss, encoder) if isinstance(part, nn.Module) for module in part.modules()]
+        self._max_norm, self._norm_type, self._accumulate, self._warmup_steps = (
+            max_norm,
+            norm_type,
+            accumulate,
+            warmup_steps,
+        )
+        self._modules = [
+            module
+            for part in (loss, encoder)
+            if isinstance(part, nn.Module)
+            for module in part.modules()
+        ]
         devices = {param.device for param in self._parameters()}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         self._device = _Cuda(device) if _Cuda.suits(device) else None
@@ -82,21 +102,27 @@ class GraphedStep:
         return len(self._captured)
 
     def reset(self) -> None:
-        """Drops all graphs; later steps are captured anew. A step finds by itself that parameters, optimizer state or options have been replaced."""
+        """Drops all graphs; later steps are captured anew.
+
+        A step finds by itself that parameters, optimizer state or options have been replaced.
+        """
         self._captured: Dict[Any, _Captured] = {}
         self._seen: Dict[Any, int] = {}
         self._replaying: Optional[Tuple[Any, _Captured]] = None
         self._groups = [optimizer.param_groups for optimizer in self._optimizers]
         self._rates = self._tensor_rates() if self._device is not None else []
         self._places = self._addresses(whole=False)
-        self._all_places: Optional[List[int]] = None
+        self._all_places: Optional[List[Tuple[int, int]]] = None
         self._options = self._options_of_groups()
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """One step; see :func:`make_graphed_step`."""
         leaves, form = tree_flatten((inputs, args, kwargs))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            raise ValueError(f"{_NAME}: expected inputs without gradient, got one that requires it: compute it in the encoder")
+            raise ValueError(
+                f"{_NAME}: expected inputs without gradient, got one that requires it: "
+                "compute it in the encoder"
+            )
         last = self._in_cycle == self._accumulate - 1
         if self._device is None:
             value = self._eager(leaves, form, last)
@@ -108,7 +134,14 @@ class GraphedStep:
     # ---- a step ----
 
     def _parameters(self) -> List[Any]:
-        return list(dict.fromkeys(param for optimizer in self._optimizers for group in optimizer.param_groups for param in group["params"]))
+        return list(
+            dict.fromkeys(
+                param
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+                for param in group["params"]
+            )
+        )
 
     def _forward_backward(self, leaves: List[Any], form: Any) -> Tensor:
         inputs, args, kwargs = tree_unflatten(leaves, form)
@@ -118,7 +151,10 @@ class GraphedStep:
             else:
                 value = self._loss(_call(self._encoder, inputs), *args, **kwargs)
             if value.dim() > 0:
-                raise ValueError(f"{_NAME}: expected a loss that is a scalar, got one of shape {list(value.shape)}: make it with reduction=\"mean\" or \"sum\"")
+                raise ValueError(
+                    f"{_NAME}: expected a loss that is a scalar, got one of shape "
+                    f'{list(value.shape)}: make it with reduction="mean" or "sum"'
+                )
             (value if self._accumulate == 1 else value / self._accumulate).backward()
         return value.detach()
 
@@ -155,11 +191,18 @@ class GraphedStep:
         return value
 
     def _ready(self, device: _Cuda, key: Any, leaves: List[Any], form: Any) -> Optional[_Captured]:
-        """The graphs that the step replays, captured where it is time; None: the step runs eagerly."""
-        if any(module._eager_step_due() for module in self._modules if hasattr(module, "_eager_step_due")):
+        """Returns the graphs that the step replays, captured now where it is time.
+
+        None: the step runs eagerly.
+        """
+        if any(due() for due in self._of_modules("_eager_step_due")):
             return None
         if self._in_cycle > 0:
-            return self._replaying[1] if self._replaying is not None and self._replaying[0] == key else None
+            return (
+                self._replaying[1]
+                if self._replaying is not None and self._replaying[0] == key
+                else None
+            )
         if any(param.grad is not None for param in self._parameters()):
             return None
         captured = self._captured.get(key)
@@ -172,7 +215,9 @@ class GraphedStep:
         return captured
 
     def _capture(self, device: _Cuda, leaves: List[Any], form: Any) -> _Captured:
-        captured = _Captured([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        captured = _Captured(
+            [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        )
         pool, counters = device.pool(), self._counters()
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         before = [counter.clone() for counter in counters]
@@ -180,13 +225,20 @@ class GraphedStep:
         try:
             for number in range(self._accumulate):
                 at = [counter.clone() for counter in counters]
-                captured.replays.append(device.capture(lambda number=number: self._record(captured, number, form), pool, generators))  # type: ignore[misc]
+                captured.replays.append(
+                    device.capture(
+                        lambda number=number: self._record(captured, number, form), pool, generators
+                    )
+                )  # type: ignore[misc]
                 captured.counts.append([counter - old for counter, old in zip(counters, at)])
         except Exception as error:
             for param in self._parameters():
                 param.grad = None
-            raise RuntimeError(f"{_NAME}: expected a step that a CUDA graph can capture, got {type(error).__name__}: {error}. Optimizers of torch.optim need "
-                               "capturable=True or fused=True; nothing of the step may read a value on the host") from error
+            raise RuntimeError(
+                f"{_NAME}: expected a step that a CUDA graph can capture, got "
+                f"{type(error).__name__}: {error}. Optimizers of torch.optim need "
+                "capturable=True or fused=True; nothing of the step may read a value on the host"
+            ) from error
         finally:
             torch.clear_autocast_cache()
             for counter, old in zip(counters, before):
@@ -216,79 +268,140 @@ class GraphedStep:
 
     def _counters(self) -> List[Tensor]:
         """Numbers of steps that modules keep on the host."""
-        return [counter for module in self._modules if hasattr(module, "_host_counters") for counter in module._host_counters()]
+        return [
+            counter for counters in self._of_modules("_host_counters") for counter in counters()
+        ]
+
+    def _of_modules(self, method: str) -> List[Callable[[], Any]]:
+        return [
+            found
+            for module in self._modules
+            if (found := getattr(module, method, None)) is not None
+        ]
 
     # ---- what a graph depends on ----
 
     def _signature(self, leaves: List[Any], form: Any) -> Any:
-        of_leaves = tuple((leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (id(leaf) if isinstance(leaf, torch.Generator) else leaf)
-                          for leaf in leaves)
-        modes = tuple(part.training for part in (self._loss, self._encoder) if isinstance(part, nn.Module))
+        of_leaves = tuple(
+            (leaf.shape, leaf.dtype, leaf.device)
+            if isinstance(leaf, Tensor)
+            else (id(leaf) if isinstance(leaf, torch.Generator) else leaf)
+            for leaf in leaves
+        )
+        modes = tuple(
+            part.training for part in (self._loss, self._encoder) if isinstance(part, nn.Module)
+        )
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         key = form, of_leaves, modes, autocast
         try:
             hash(key)
         except TypeError:
-            raise TypeError(f"{_NAME}: expected tensors, generators, and values that can be hashed as inputs, got {[type(leaf).__name__ for leaf in leaves]}") \
-                from None
+            raise TypeError(
+                f"{_NAME}: expected tensors, generators, and values that can be hashed as inputs, "
+                f"got {[type(leaf).__name__ for leaf in leaves]}"
+            ) from None
         return key
 
     def _options_of_groups(self) -> List[Any]:
         """Those that a capture fixes."""
-        return [value for groups in self._groups for group in groups for name, value in group.items() if name != "params" and not isinstance(value, Tensor)]
+        return [
+            value
+            for groups in self._groups
+            for group in groups
+            for name, value in group.items()
+            if name != "params" and not isinstance(value, Tensor)
+        ]
 
-    def _addresses(self, whole: bool) -> List[int]:
-        """Of the memory that graphs write to: parameters; `whole`: buffers and optimizer state as well."""
+    def _addresses(self, whole: bool) -> List[Tuple[int, int]]:
+        """Returns address and size of the memory that graphs write to.
+
+        Args:
+            whole: buffers and optimizer state as well as parameters
+        """
         tensors: List[Any] = self._parameters()
         if whole:
-            tensors += [buffer for module in self._modules for buffer in module.buffers(recurse=False)]
-            tensors += [value for optimizer in self._optimizers for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-        return [tensor.data_ptr() for tensor in tensors]
+            tensors += [
+                buffer for module in self._modules for buffer in module.buffers(recurse=False)
+            ]
+            tensors += [
+                value
+                for optimizer in self._optimizers
+                for state in optimizer.state.values()
+                for value in state.values()
+                if isinstance(value, Tensor)
+            ]
+        return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
     def _follow_changes(self) -> None:
-        """Notices what was replaced since the last step, such as state that was loaded, and learning rates that are numbers."""
+        """Follows learning rates that are numbers, and drops graphs of what was replaced."""
         for group, rate in self._rates:
             if group["lr"] is not rate:
                 rate.fill_(group["lr"])
                 group["lr"] = rate
-        replaced = any(optimizer.param_groups is not groups for optimizer, groups in zip(self._optimizers, self._groups))
-        if replaced or self._addresses(whole=False) != self._places or self._options_of_groups() != self._options:
+        replaced = any(
+            optimizer.param_groups is not groups
+            for optimizer, groups in zip(self._optimizers, self._groups)
+        )
+        if (
+            replaced
+            or self._addresses(whole=False) != self._places
+            or self._options_of_groups() != self._options
+        ):
             if self._replaying is not None and self._in_cycle > 0:
                 self._take_over(self._replaying[1])
             self.reset()
 
     def _tensor_rates(self) -> List[Tuple[Dict[str, Any], Tensor]]:
-        """Makes the learning rates of groups tensors, where the optimizer reads those on the device. Others are options that a capture fixes."""
+        """Makes the learning rates of groups tensors, where the optimizer reads them on the device.
+
+        Others are options that a capture fixes.
+        """
         rates = []
         for optimizer in self._optimizers:
             ours = isinstance(optimizer, RowOptimizer)
             for group in optimizer.param_groups:
                 device = group["params"][0].device
                 if isinstance(group["lr"], Tensor) and group["lr"].device != device:
-                    raise ValueError(f"{_NAME}: expected lr of {type(optimizer).__name__} as a number or a tensor on {device}, got one on {group['lr'].device}")
+                    raise ValueError(
+                        f"{_NAME}: expected lr of {type(optimizer).__name__} as a number or a tensor on "
+                        f"{device}, got one on {group['lr'].device}"
+                    )
                 if ours or group.get("capturable") or group.get("fused"):
                     if not isinstance(group["lr"], Tensor):
-                        group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float64 if ours else torch.float32, device=device)
+                        group["lr"] = torch.tensor(
+                            float(group["lr"]),
+                            dtype=torch.float64 if ours else torch.float32,
+                            device=device,
+                        )
                     rates.append((group, group["lr"]))
         return rates
 
 
-def make_graphed_step(loss: Callable[..., Tensor], optimizer: Union[torch.optim.Optimizer, Sequence[torch.optim.Optimizer]],
-                      encoder: Optional[Callable[..., Any]] = None, *, max_norm: Optional[float] = None, norm_type: float = 2.0, accumulate: int = 1,
-                      warmup_steps: int = 3) -> GraphedStep:
-    """Makes a training step that is captured as a CUDA graph and replayed, so that the host launches a step at once.
+def make_graphed_step(
+    loss: Callable[..., Tensor],
+    optimizer: Union[torch.optim.Optimizer, Sequence[torch.optim.Optimizer]],
+    encoder: Optional[Callable[..., Any]] = None,
+    *,
+    max_norm: Optional[float] = None,
+    norm_type: float = 2.0,
+    accumulate: int = 1,
+    warmup_steps: int = 3,
+) -> GraphedStep:
+    """Makes a training step that is captured as a CUDA graph and replayed, so that the host
+    launches a step at once.
 
-    The function that it returns does, in each call ``step(inputs, *args, **kwargs)``, what these lines do::
+    In each call ``step(inputs, *args, **kwargs)``, the result does what these lines do::
 
-        value = loss(encoder(inputs), *args, **kwargs)          # without an encoder: loss(inputs, *args, **kwargs)
+        value = loss(encoder(inputs), *args, **kwargs)  # without encoder: loss(inputs, ...)
         (value / accumulate).backward()
         if this is the last of `accumulate` calls:
-            xs.clip_grad_norm_(parameters of the optimizer, max_norm, norm_type)         # where max_norm is not None
+            xs.clip_grad_norm_(parameters of the optimizers, max_norm, norm_type)  # unless None
             optimizer.step()
             optimizer.zero_grad()
 
-    On a CPU it does them as they stand, with the same bits. On a GPU the first `warmup_steps` steps for inputs of some shapes run so as well, on a stream of their
-    own; then the step is captured, which runs nothing, and each further call copies its inputs and replays. Example::
+    On a CPU it does them as they stand, with the same bits. On a GPU the first `warmup_steps`
+    steps for inputs of some shapes run so as well, on a stream of their own; then the step is
+    captured, which runs nothing, and each further call copies its inputs and replays. Example::
 
         loss = xs.SampledSoftmaxLoss(512, 100_000, sampler="log_uniform", num_samples=512).cuda()
         optimizer = xs.optim.RowAdam([*encoder.parameters(), *loss.parameters()])
@@ -297,40 +410,59 @@ def make_graphed_step(loss: Callable[..., Tensor], optimizer: Union[torch.optim.
             value = step(tokens, target)
             scheduler.step()
 
-    - **Draws** are new in each replay: seeds are numbers that the generator draws on the device. A generator that is an argument of the call is known to the
-      graph too, if it is the same in each.
-    - **Samplers that follow the table** and those that follow a stream refresh in steps that run eagerly, when their schedule says so, and in place. The steps
-      between are replayed. So are those between two that balance the edges of a :class:`BeamTreeLoss`.
-    - **Learning rates** become tensors on the device, to which schedulers write in place; ``group["lr"] = 0.1`` is followed as well. For optimizers of
-      torch.optim that holds with ``capturable=True`` or ``fused=True``. Where any other option of a group changes, and where a learning rate that stays a number
-      does, the step is captured anew.
-    - **Inputs of other shapes**, as the last batch of an epoch, run eagerly until they have been seen `warmup_steps` times, and have a graph of their own
-      then, for up to 16 different shapes.
-    - **What is replaced** is noticed: parameters (``resize_classes``, ``.to()``) and state that an optimizer loads. The step is then captured anew.
+    - **Draws** are new in each replay: seeds are numbers that the generator draws on the
+      device. A generator that is an argument of the call is known to the graph too, if it is
+      the same in each.
+    - **Samplers that follow the table** and those that follow a stream refresh in steps that
+      run eagerly, when their schedule says so, and in place. The steps between are replayed. So
+      are those between two that balance the edges of a :class:`BeamTreeLoss`.
+    - **Learning rates** become tensors on the device, to which schedulers write in place;
+      ``group["lr"] = 0.1`` is followed as well. For optimizers of torch.optim that holds with
+      ``capturable=True`` or ``fused=True``. Where any other option of a group changes, and
+      where a learning rate that stays a number does, the step is captured anew.
+    - **Inputs of other shapes**, as the last batch of an epoch, run eagerly until they have
+      been seen `warmup_steps` times, and have a graph of their own then, for up to 16 different
+      shapes.
+    - **What is replaced** is noticed: parameters (``resize_classes``, ``.to()``) and state that
+      an optimizer loads. The step is then captured anew.
 
     Args:
-        loss: a module of this library, another module, or a function, with a scalar result. Samplers are found in modules.
+        loss: a module of this library, another module, or a function, with a scalar result.
+            Samplers are found in modules.
         optimizer: one, or a sequence of them.
-        encoder: a module or a function of ``inputs``: a tensor, a tuple of positional or a dict of named arguments.
+        encoder: a module or a function of ``inputs``: a tensor, a tuple of positional or a dict
+            of named arguments.
         max_norm: the gradients are clipped to this norm; None: they are not.
         norm_type: as in :func:`clip_grad_norm_`.
-        accumulate: the number of calls whose mean gradient an optimizer's step takes; at least 1.
-        warmup_steps: optimizer steps before a capture, at least 1, since the first makes the state of the optimizer.
+        accumulate: the number of calls whose mean gradient an optimizer's step takes; at least
+            1.
+        warmup_steps: optimizer steps before a capture, at least 1, since the first makes the
+            state of the optimizer.
 
     Returns:
-        The step. Its result is the loss before the step, without gradient. ``step.num_graphs`` counts captured signatures of inputs, and ``step.reset()`` drops
-        the graphs.
+        The step. Its result is the loss before the step, without gradient. ``step.num_graphs``
+        counts captured signatures of inputs, and ``step.reset()`` drops the graphs.
 
-    Restrictions: parameters on one GPU, one process, and no GradScaler. Tensors of a call lie on the device of the parameters and have no gradient. Values that
-    are no tensors are parts of the signature. Python code of encoder and loss runs when the step is captured, not when it is replayed.
+    Restrictions: parameters on one GPU, one process, and no GradScaler. Tensors of a call lie
+    on the device of the parameters and have no gradient. Values that are no tensors are parts
+    of the signature. Python code of encoder and loss runs when the step is captured, not when
+    it is replayed.
 
     Raises:
-        TypeError: an optimizer that is none, an `accumulate` or `warmup_steps` that is no int. ValueError: one of them below 1; in a call: inputs that require
-            a gradient, a loss that is no scalar. RuntimeError: a step that cannot be captured, such as one that reads a value on the host.
+        TypeError: an optimizer that is none, an `accumulate` or `warmup_steps` that is no int.
+        ValueError: one of them below 1; in a call: inputs that require a gradient, a loss that
+        is no scalar. RuntimeError: a step that cannot be captured, such as one that reads a
+        value on the host.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     wrong = next((each for each in optimizers if not isinstance(each, torch.optim.Optimizer)), None)
     if wrong is not None or not optimizers:
-        raise TypeError(f"{_NAME}: expected optimizer as an optimizer or a sequence of them, got {'none' if wrong is None else type(wrong).__name__}")
-    accumulate, warmup_steps = check_count(_NAME, "accumulate", accumulate, 1), check_count(_NAME, "warmup_steps", warmup_steps, 1)
+        raise TypeError(
+            f"{_NAME}: expected optimizer as an optimizer or a sequence of them, "
+            f"got {'none' if wrong is None else type(wrong).__name__}"
+        )
+    accumulate, warmup_steps = (
+        check_count(_NAME, "accumulate", accumulate, 1),
+        check_count(_NAME, "warmup_steps", warmup_steps, 1),
+    )
     return GraphedStep(loss, optimizers, encoder, max_norm, norm_type, accumulate, warmup_steps)

@@ -175,7 +175,8 @@ class RowOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         texts, rates = self._texts_and_rates()
-        params, rows, values, tensors, counts, fresh = [], [], [], [], [], {}
+        rows: List[Optional[Tensor]] = []
+        params, values, tensors, counts, fresh = [], [], [], [], {}
         for group, text in zip(self.param_groups, texts):
             group_params = [param for param in group["params"] if param.grad is not None]
             for param in group_params:

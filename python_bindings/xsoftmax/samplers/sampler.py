@@ -200,7 +200,10 @@ class Sampler(KeepsTables):
 
     @torch.jit.unused
     def _eager_step_due(self) -> bool:
-        """Whether the next step does what no CUDA graph captures (make_graphed_step). A sampler that follows the table in a way unknown here may in any step."""
+        """Whether the next step does what no CUDA graph captures (make_graphed_step).
+
+        A sampler that follows the table in a way unknown here may do so in any step.
+        """
         return (self.follows_table and type(self).refresh_due is Sampler.refresh_due) or self.refresh_due()
 
     @torch.jit.unused
