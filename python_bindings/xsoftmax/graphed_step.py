@@ -1,5 +1,6 @@
 """Training steps as CUDA graphs."""
 
+import functools
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -227,9 +228,9 @@ class GraphedStep:
                 at = [counter.clone() for counter in counters]
                 captured.replays.append(
                     device.capture(
-                        lambda number=number: self._record(captured, number, form), pool, generators
+                        functools.partial(self._record, captured, number, form), pool, generators
                     )
-                )  # type: ignore[misc]
+                )
                 captured.counts.append([counter - old for counter, old in zip(counters, at)])
         except Exception as error:
             for param in self._parameters():

@@ -65,7 +65,8 @@ class RowAdagrad(RowOptimizer):
     _later_options = dict(RowOptimizer._later_options, row_wise=False, maximize=False)
     _option_names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize", "row_wise", "stochastic_rounding", "state_dtype")
 
-    def __init__(self, params: ParamsT, lr: Union[float, Tensor] = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
+    def __init__(self, params: ParamsT, lr: Union[float, Tensor] = 1e-2, lr_decay: float = 0.0,
+                 weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
                  eps: float = 1e-10, *, maximize: bool = False, row_wise: bool = False, stochastic_rounding: bool = False,
                  state_dtype: Optional[torch.dtype] = None, **torch_options: "Unpack[TorchOptions]") -> None:
         super().__init__(params, dict(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,

@@ -81,7 +81,8 @@ class RowAdam(RowOptimizer):
     _later_options = dict(RowOptimizer._later_options, row_wise=False, maximize=False)
     _option_names = ("lr", "betas", "eps", "weight_decay", "maximize", "row_wise", "stochastic_rounding", "state_dtype")
 
-    def __init__(self, params: ParamsT, lr: Union[float, Tensor] = 1e-3, betas: Tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, *,
+    def __init__(self, params: ParamsT, lr: Union[float, Tensor] = 1e-3,
+                 betas: Tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, *,
                  maximize: bool = False, row_wise: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None,
                  **torch_options: "Unpack[TorchOptions]") -> None:
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, row_wise=row_wise,

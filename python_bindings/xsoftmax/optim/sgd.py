@@ -68,7 +68,8 @@ class RowSGD(RowOptimizer):
     _dense_names, _counterpart = (), "SGD"
     _option_names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "stochastic_rounding", "state_dtype")
 
-    def __init__(self, params: ParamsT, lr: Union[float, Tensor] = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
+    def __init__(self, params: ParamsT, lr: Union[float, Tensor] = 1e-3,
+                 momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
                  maximize: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None,
                  **torch_options: "Unpack[TorchOptions]") -> None:
         super().__init__(params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
