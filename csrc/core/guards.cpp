@@ -205,7 +205,9 @@ class Guards {
          {DispatchKey::SparseCPU, DispatchKey::SparseCUDA, DispatchKey::SparseMeta, DispatchKey::SparseCsrCPU, DispatchKey::SparseCsrCUDA,
           DispatchKey::SparseCsrMeta, DispatchKey::QuantizedCPU, DispatchKey::QuantizedCUDA, DispatchKey::QuantizedMeta, DispatchKey::NestedTensorCPU,
           DispatchKey::NestedTensorCUDA, DispatchKey::NestedTensorMeta, DispatchKey::MkldnnCPU}) {
-      add<&refuse_layout>(key, all);
+      auto refusing = all; // an operator that takes such tensors has a kernel for them, as the steps of optimizers have for sparse gradients
+      std::erase_if(refusing, [key](const auto& op) { return op.hasKernelForDispatchKey(key); });
+      add<&refuse_layout>(key, refusing);
     }
     add<&refuse_layout>(DispatchKey::AutogradOther, composite); // which their kernels leave open beside those
     add<&refuse_layout>(DispatchKey::AutogradNestedTensor, all);

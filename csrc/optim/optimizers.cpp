@@ -2,6 +2,7 @@
 #include "core/options.h"
 #include "optim/mapped_state.h"
 #include "optim/row_states.h"
+#include "optim/row_step.h"
 #include "optim/settle.h"
 #include "optim/sparse_gradient.h"
 
@@ -26,6 +27,7 @@ struct RowRule {
   void (*check)(const AnyOptions&);
   std::string (*text)(const AnyOptions&);
   double (*initial)(const AnyOptions&); // of the state of a row
+  Tensor (*lr)(const AnyOptions&);       // undefined: a number
   void (*save)(OutputArchive&, const torch::optim::Optimizer&);
   void (*load)(InputArchive&, torch::optim::Optimizer&);
 
@@ -50,6 +52,7 @@ RowRule make_rule(const char* name, const char* op, std::vector<const char*> sta
             }
             return 0.0;
           },
+          [](const AnyOptions& options) { return static_cast<const Options&>(options).lr_tensor(); },
           [](OutputArchive& archive, const torch::optim::Optimizer& optimizer) { torch::optim::serialize<RowParamState, Options>(archive, optimizer); },
           [](InputArchive& archive, torch::optim::Optimizer& optimizer) { torch::optim::serialize<RowParamState, Options>(archive, optimizer); }};
 }
@@ -123,6 +126,17 @@ void check_state_dtype(const char* name, std::optional<at::ScalarType> dtype) {
   TORCH_CHECK_VALUE(!dtype.has_value() || *dtype == at::kFloat || *dtype == at::kBFloat16, name, ": expected state_dtype float32 or bfloat16, got ", *dtype);
 }
 
+double number_of(const Tensor& lr, double number) { return lr.defined() ? lr.item().toDouble() : number; }
+
+// In place, as a captured step reads it.
+void set_number(const Tensor& lr, double& number, double value) {
+  if (lr.defined()) {
+    const torch::NoGradGuard no_grad;
+    lr.fill_(value);
+  }
+  number = value;
+}
+
 template <typename Options>
 void read_options(const char* name, Options& options, InputArchive& archive) {
   c10::IValue text;
@@ -134,7 +148,8 @@ void read_options(const char* name, Options& options, InputArchive& archive) {
 
 template <typename Options>
 void write_options(const Options& options, OutputArchive& archive) {
-  archive.write("options", c10::IValue(print_options(options)));
+  Options saved = options;
+  archive.write("options", c10::IValue(print_options(saved.lr(options.get_lr()))));
 }
 
 } // namespace
@@ -164,6 +179,13 @@ void RowAdamOptions::check() const {
   TORCH_CHECK_VALUE(beta2 >= 0 && beta2 < 1, "RowAdam: expected betas[1] in [0, 1), got ", beta2);
   TORCH_CHECK_VALUE(beta1 == 0 || beta1 * beta1 < beta2, "RowAdam: expected betas[0]^2 < betas[1], got ", beta1, " and ", beta2);
 }
+
+double RowSGDOptions::get_lr() const { return number_of(lr_tensor(), lr()); }
+double RowAdagradOptions::get_lr() const { return number_of(lr_tensor(), lr()); }
+double RowAdamOptions::get_lr() const { return number_of(lr_tensor(), lr()); }
+void RowSGDOptions::set_lr(const double value) { set_number(lr_tensor(), lr(), value); }
+void RowAdagradOptions::set_lr(const double value) { set_number(lr_tensor(), lr(), value); }
+void RowAdamOptions::set_lr(const double value) { set_number(lr_tensor(), lr(), value); }
 
 void RowSGDOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
 void RowSGDOptions::serialize(InputArchive& archive) { read_options("RowSGD", *this, archive); }
@@ -221,12 +243,16 @@ Tensor RowOptimizer::step(LossClosure closure) {
   c10::List<std::optional<Tensor>> rows;
   c10::List<std::string> options;
   std::vector<int64_t> counts;
+  std::vector<Tensor> rates;
+  bool any_tensor = false;
   std::vector<std::pair<void*, std::unique_ptr<RowParamState>>> fresh; // joins the optimizer when the step has passed all checks
   const auto make_state = rule_.find<std::vector<Tensor>(const Tensor&, bool, std::string_view)>("_state");
   for (const auto& group : param_groups_) {
     const std::string text = rule_.text(group.options());
     options.push_back(text);
     counts.push_back(0);
+    rates.push_back(rule_.lr(group.options()));
+    any_tensor |= rates.back().defined();
     for (const Tensor& param : group.params()) {
       if (!param.grad().defined()) {
         continue;
@@ -234,14 +260,16 @@ Tensor RowOptimizer::step(LossClosure closure) {
       ++counts.back();
       params.push_back(param);
       const bool is_sparse = param.grad().layout() != at::kStrided;
-      const auto gradient = is_sparse ? sparse_gradient(rule_.name, param.grad()) : std::pair(Tensor(), param.grad());
-      rows.push_back(is_sparse ? std::optional(gradient.first) : std::nullopt);
-      values.push_back(gradient.second);
+      rows.push_back(std::nullopt);
+      values.push_back(param.grad());
       const auto found = state_.find(param.unsafeGetTensorImpl());
       std::vector<Tensor> tensors;
       if (found != state_.end()) {
         tensors = tensors_of(rule_, *found->second);
       } else {
+        if (is_sparse) {
+          sparse_gradient(rule_.name, param.grad()); // which says what is wrong, before state is made
+        }
         tensors = make_state.call(param, is_sparse, text);
         fresh.emplace_back(param.unsafeGetTensorImpl(), std::make_unique<RowParamState>());
         for (size_t i = 0; i < tensors.size(); ++i) {
@@ -251,10 +279,14 @@ Tensor RowOptimizer::step(LossClosure closure) {
       state.insert(state.end(), tensors.begin(), tensors.end());
     }
   }
-  rule_
-      .find<void(at::TensorList, const c10::List<std::optional<Tensor>>&, at::TensorList, at::TensorList, const c10::List<std::string>&, at::IntArrayRef)>(
-          "_step_")
-      .call(params, rows, values, state, options, counts);
+  LearningRates lrs;
+  if (any_tensor) {
+    for (size_t i = 0; i < rates.size(); ++i) {
+      rates[i] = rates[i].defined() ? rates[i] : at::scalar_tensor(param_groups_[i].options().get_lr(), at::kDouble);
+    }
+    lrs = std::move(rates);
+  }
+  rule_.find<RowStep>("_step_").call(params, rows, values, state, options, counts, lrs);
   for (auto& [param, made] : fresh) {
     state_[param] = std::move(made);
   }

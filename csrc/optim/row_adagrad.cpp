@@ -22,6 +22,7 @@ enum State { kCount, kSum };
 
 struct AdagradRule {
   using Options = optim::RowAdagradOptions;
+  static constexpr const char* kName = "RowAdagrad";
   static constexpr const char *kStep = "row_adagrad_step_", *kRows = "row_adagrad_rows_", *kState = "row_adagrad_state", *kFlush = "row_adagrad_flush_";
   static constexpr size_t kRowState = 2, kDenseState = 2;
   static constexpr std::array<size_t, 1> kHostState{kCount};
@@ -82,7 +83,12 @@ struct AdagradRule {
       const Tensor g = options.weight_decay() != 0 ? descent.add(item.param, options.weight_decay()) : descent;
       item.state[kSum].addcmul_(g, g);
       const Tensor slower = (item.state[kCount].to(at::kDouble) - 1) * options.lr_decay() + 1;
-      item.param.addcdiv_(g, item.state[kSum].sqrt().add_(options.eps()).mul_(slower), -options.lr());
+      const Tensor divisor = item.state[kSum].sqrt().add_(options.eps()).mul_(slower);
+      if (given(item.lr)) {
+        item.param.sub_(g.div(divisor).mul_(scalar_of(*item.lr)));
+      } else {
+        item.param.addcdiv_(g, divisor, -options.lr());
+      }
     }
   }
 };
@@ -106,19 +112,24 @@ void row_adagrad_rows_reference(const RowAdagradUpdate& u, const Tensor& rows, c
   u.param.index_copy_(0, ids, moved.to(u.param.scalar_type()));
 }
 
-RowAdagradNumbers check_row_adagrad_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
-  const auto options = parse_options<optim::RowAdagradOptions>(AdagradRule::kRows, text);
+RowAdagradNumbers check_row_adagrad_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text,
+                                         const OptionalTensor& lr) {
+  const auto options = rows_options<AdagradRule>(text, lr, param, false);
   plan_rows<AdagradRule>(param, state, rows, values, options);
   return {options.lr(), options.lr_decay(), options.weight_decay(), options.eps(), options.stochastic_rounding(), options.maximize()};
 }
 
-void row_adagrad_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
-  row_rows_composite<AdagradRule>(param, state, rows, values, text);
+void row_adagrad_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text,
+                                const OptionalTensor& lr) {
+  row_rows_composite<AdagradRule>(param, state, rows, values, text, lr);
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { define<AdagradRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { on_any_device<AdagradRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { on_cpu<AdagradRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { on_meta<AdagradRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, SparseCPU, m) { on_sparse<AdagradRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, SparseCUDA, m) { on_sparse<AdagradRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, SparseMeta, m) { on_sparse_meta<AdagradRule>(m); }
 
 } // namespace xsoftmax

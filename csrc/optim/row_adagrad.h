@@ -28,8 +28,9 @@ struct RowAdagradNumbers {
   bool stochastic_rounding, maximize = false;
 };
 RowAdagradNumbers check_row_adagrad_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
-                                         std::string_view options);
-void row_adagrad_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options);
+                                         std::string_view options, const OptionalTensor& lr);
+void row_adagrad_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options,
+                                const OptionalTensor& lr);
 
 /// Of step t.
 XS_HOST_DEVICE inline double row_adagrad_rate(double lr, double lr_decay, int64_t t) { return lr / (1 + double(t - 1) * lr_decay); }

@@ -24,6 +24,7 @@ struct AdagradRows {
   DeviceRows<S> sum;
   const int64_t* steps;
   RowAdagradNumbers numbers;
+  LearningRate rate;
   bool wide;
 
   struct Row {
@@ -37,7 +38,7 @@ struct AdagradRows {
 
   template <bool kAlone>
   __device__ Row begin(int64_t row, M old) const {
-    const M lr = M(row_adagrad_rate(numbers.lr, numbers.lr_decay, *steps + 1));
+    const M lr = M(row_adagrad_rate(rate(), numbers.lr_decay, *steps + 1));
     return {{lr, M(numbers.weight_decay), M(numbers.eps)}, old, 0, rounding_of<T, S>(*steps + 1, row, numbers.stochastic_rounding)};
   }
 
@@ -103,30 +104,33 @@ struct AdagradRows {
 };
 
 template <typename T, typename S, bool kRowWise>
-void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowAdagradNumbers& numbers) {
-  AdagradRows<T, S, kRowWise> rule{device_rows<T>(param), device_rows<S>(state[kSum]), state[kCount].const_data_ptr<int64_t>(), numbers, false};
+void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowAdagradNumbers& numbers, const LearningRate& rate) {
+  AdagradRows<T, S, kRowWise> rule{device_rows<T>(param), device_rows<S>(state[kSum]), state[kCount].const_data_ptr<int64_t>(), numbers, rate, false};
   constexpr int64_t kPack = 16 / sizeof(T);
   rule.wide = rule.param.packs(kPack) && (kRowWise || rule.sum.packs(kPack)) && (param.dim() < 2 || param.size(1) % kPack == 0);
   update_rows(rule, rows, numbers.maximize ? values.neg() : values, param.size(0));
 }
 
-void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options) {
-  const RowAdagradNumbers numbers = check_row_adagrad_rows(param, state, rows, values, options);
+void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options,
+                           const OptionalTensor& lr) {
+  const RowAdagradNumbers numbers = check_row_adagrad_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
   if (use_reference() || !has_row_view(param) || !has_row_view(state[kSum])) {
-    row_adagrad_rows_composite(param, state, rows, values, options);
+    row_adagrad_rows_composite(param, state, rows, values, options, lr);
     return;
   }
+  Tensor kept;
+  const LearningRate rate = learning_rate(numbers.lr, lr, param, kept);
   dispatch_rows(param, state[kSum], [&](auto zero, auto zero_state) {
     using T = decltype(zero);
     using S = decltype(zero_state);
     if constexpr (std::is_same_v<S, at::opmath_type<T>>) {
       if (state[kSum].dim() < param.dim()) {
-        step_rows<T, S, true>(param, state, rows, values, numbers);
+        step_rows<T, S, true>(param, state, rows, values, numbers, rate);
         return;
       }
     }
-    step_rows<T, S, false>(param, state, rows, values, numbers);
+    step_rows<T, S, false>(param, state, rows, values, numbers, rate);
   });
   state[kCount].add_(1);
 }

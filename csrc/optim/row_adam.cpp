@@ -31,6 +31,7 @@ Tensor over_root(const Tensor& first, const Tensor& root) { return at::where(roo
 
 struct AdamRule : OwingRule<AdamRule> {
   using Options = optim::RowAdamOptions;
+  static constexpr const char* kName = "RowAdam";
   static constexpr const char *kStep = "row_adam_step_", *kRows = "row_adam_rows_", *kState = "row_adam_state", *kFlush = "row_adam_flush_";
   static constexpr size_t kRowState = 5, kDenseState = 3;
   static constexpr std::array<size_t, 2> kHostState{kCount, kOwed};
@@ -105,19 +106,33 @@ struct AdamRule : OwingRule<AdamRule> {
     const auto [beta1, beta2] = options.betas();
     const std::vector<Tensor> steps = state_of(items, kCount);
     at::_foreach_add_(steps, 1);
+    const OptionalTensor& lr = items[0].lr;
     if (fused) {
-      at::_fused_adamw_(params_of(items), values_of(items), state_of(items, kExpAvg), state_of(items, kExpAvgSq), {}, steps, options.lr(), beta1, beta2,
-                        options.weight_decay(), options.eps(), /*amsgrad=*/false, options.maximize());
+      const auto step = [&](const auto& rate) {
+        at::_fused_adamw_(params_of(items), values_of(items), state_of(items, kExpAvg), state_of(items, kExpAvgSq), {}, steps, rate,
+                          std::get<0>(options.betas()), std::get<1>(options.betas()), options.weight_decay(), options.eps(), /*amsgrad=*/false,
+                          options.maximize());
+      };
+      given(lr) ? step(scalar_of(*lr).to(at::kFloat)) : step(options.lr());
       return;
     }
     for (const auto& item : items) {
       const Tensor step = item.state[kCount].to(at::kDouble);
       const Tensor &first = item.state[kExpAvg], &second = item.state[kExpAvgSq];
-      item.param.mul_(1 - options.lr() * options.weight_decay());
+      if (given(lr)) {
+        item.param.mul_(1 - scalar_of(*lr) * options.weight_decay());
+      } else {
+        item.param.mul_(1 - options.lr() * options.weight_decay());
+      }
       first.lerp_(descent_of(options, item.values), 1 - beta1);
       second.mul_(beta2).addcmul_(item.values, item.values, 1 - beta2);
       const Tensor root = second.sqrt().div_((1 - at::pow(at::Scalar(beta2), step)).sqrt_()).add_(options.eps());
-      item.param.addcdiv_(first, root.mul_(1 - at::pow(at::Scalar(beta1), step)), -options.lr());
+      root.mul_(1 - at::pow(at::Scalar(beta1), step));
+      if (given(lr)) {
+        item.param.sub_((first / root).mul_(scalar_of(*lr)));
+      } else {
+        item.param.addcdiv_(first, root, -options.lr());
+      }
     }
   }
 };
@@ -189,15 +204,16 @@ void row_adam_flush_reference(const RowAdamUpdate& u) {
   }
 }
 
-RowAdamNumbers check_row_adam_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
-  const auto options = parse_options<optim::RowAdamOptions>(AdamRule::kRows, text);
+RowAdamNumbers check_row_adam_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text,
+                                   const OptionalTensor& lr) {
+  const auto options = rows_options<AdamRule>(text, lr, param, false);
   plan_rows<AdamRule>(param, state, rows, values, options);
   return {options.lr(),      std::get<0>(options.betas()), std::get<1>(options.betas()), options.eps(), options.weight_decay(), options.stochastic_rounding(),
           options.maximize()};
 }
 
-void row_adam_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
-  row_rows_composite<AdamRule>(param, state, rows, values, text);
+void row_adam_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text, const OptionalTensor& lr) {
+  row_rows_composite<AdamRule>(param, state, rows, values, text, lr);
 }
 
 bool check_row_adam_flush(const Tensor& param, TensorList state) { return check_flush<AdamRule>(param, state); }
@@ -207,5 +223,8 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { define<AdamRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { on_any_device<AdamRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { on_cpu<AdamRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { on_meta<AdamRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, SparseCPU, m) { on_sparse<AdamRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, SparseCUDA, m) { on_sparse<AdamRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, SparseMeta, m) { on_sparse_meta<AdamRule>(m); }
 
 } // namespace xsoftmax

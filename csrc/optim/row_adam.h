@@ -57,8 +57,10 @@ struct RowAdamNumbers {
   double lr, beta1, beta2, eps, weight_decay;
   bool stochastic_rounding, maximize = false;
 };
-RowAdamNumbers check_row_adam_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options);
-void row_adam_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options);
+RowAdamNumbers check_row_adam_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options,
+                                   const OptionalTensor& lr);
+void row_adam_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options,
+                             const OptionalTensor& lr);
 /// Whether the state is of rows.
 bool check_row_adam_flush(const at::Tensor& param, at::TensorList state);
 void row_adam_flush_composite(const at::Tensor& param, at::TensorList state);

@@ -28,7 +28,9 @@ struct AdamRows {
   DeviceRows<int32_t> last_step;
   Owing owing;
   RowAdamNumbers numbers; // of a step
-  double decay, ratio;
+  LearningRate lr;
+  StepDecay decay;
+  double ratio;
   bool wide;
 
   struct Row {
@@ -50,8 +52,8 @@ struct AdamRows {
     const RowAdamNumbers& n = numbers;
     double power[5];
     powers<kAlone>(power, [&](int i) { return i == 0 || i == 3 ? n.beta1 : n.beta2; }, [&](int i) { return i < 2 ? t - s : (i == 2 ? s : t); });
-    const double step_size = row_adam_step_size(n.lr, power[3]), scale = row_adam_scale(power[4]);
-    const auto step = row_adam_coefficients<M>(n, owing.debt(s, ratio), decay, step_size, scale, power[0], power[1], power[2]);
+    const double step_size = row_adam_step_size(lr(), power[3]), scale = row_adam_scale(power[4]);
+    const auto step = row_adam_coefficients<M>(n, owing.debt(s, ratio), decay(), step_size, scale, power[0], power[1], power[2]);
     return {step, int32_t(t), rounding_of<T, S>(t, row, n.stochastic_rounding), old.second, kRowWise ? adam_row_owed(old.second, step) : M(0), M(0)};
   }
 
@@ -185,12 +187,13 @@ struct AdamRows {
 
 // What rows that owe step t move by.
 struct AdamRate {
-  double lr, beta1, beta2;
-  __device__ double operator()(int64_t t) const { return row_adam_owed_rate(lr, integer_power(beta1, t), integer_power(beta2, t)); }
+  LearningRate lr;
+  double beta1, beta2;
+  __device__ double operator()(int64_t t) const { return row_adam_owed_rate(lr(), integer_power(beta1, t), integer_power(beta2, t)); }
 };
 
 template <typename T, typename S, bool kRowWise>
-AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state, const Owing& owing, const RowAdamNumbers& numbers) {
+AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state, const Owing& owing, const RowAdamNumbers& numbers, const LearningRate& lr) {
   using Rows = AdamRows<T, S, kRowWise>;
   Rows rows{device_rows<T>(param),
             device_rows<S>(state[kExpAvg]),
@@ -198,7 +201,8 @@ AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state, const 
             device_rows<int32_t>(state[kLastStep]),
             owing,
             numbers,
-            1 - numbers.lr * numbers.weight_decay,
+            lr,
+            StepDecay(lr, numbers.weight_decay),
             row_adam_ratio(numbers.beta1, numbers.beta2),
             false};
   constexpr int64_t kPack = 16 / sizeof(T);
@@ -209,14 +213,14 @@ AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state, const 
 
 /// Calls function(rule) with the one that fits the types of the parameter and its state.
 template <typename Function>
-void with_rule(const Tensor& param, TensorList state, const Owing& owing, const RowAdamNumbers& numbers, const Function& function) {
+void with_rule(const Tensor& param, TensorList state, const Owing& owing, const RowAdamNumbers& numbers, const LearningRate& lr, const Function& function) {
   dispatch_rows(param, state[kExpAvg], [&](auto zero, auto zero_state) {
     using T = decltype(zero);
     using S = decltype(zero_state);
     if (one_second_moment(param, state[kExpAvg], state[kExpAvgSq])) {
-      function(adam_rows<T, S, true>(param, state, owing, numbers));
+      function(adam_rows<T, S, true>(param, state, owing, numbers, lr));
     } else {
-      function(adam_rows<T, S, false>(param, state, owing, numbers));
+      function(adam_rows<T, S, false>(param, state, owing, numbers, lr));
     }
   });
 }
@@ -225,19 +229,20 @@ bool fits(const Tensor& param, TensorList state) {
   return !use_reference() && has_row_view(param) && has_row_view(state[kExpAvg]) && has_row_view(state[kExpAvgSq]);
 }
 
-void row_adam_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options) {
-  const RowAdamNumbers numbers = check_row_adam_rows(param, state, rows, values, options);
+void row_adam_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options, const OptionalTensor& lr) {
+  const RowAdamNumbers numbers = check_row_adam_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
   if (!fits(param, state)) {
-    row_adam_rows_composite(param, state, rows, values, options);
+    row_adam_rows_composite(param, state, rows, values, options, lr);
     return;
   }
   const Owing steps = owing(state[kCount], state[kOwed], numbers.beta1, numbers.beta2, numbers.eps, numbers.stochastic_rounding);
-  with_rule(param, state, steps, numbers, [&](const auto& rule) {
+  Tensor kept;
+  const LearningRate rate = learning_rate(numbers.lr, lr, param, kept);
+  with_rule(param, state, steps, numbers, rate, [&](const auto& rule) {
     make_up(rule, param);
     update_rows(rule, rows, numbers.maximize ? values.neg() : values, param.size(0));
-    advance(steps, AdamRate{numbers.lr, numbers.beta1, numbers.beta2}, rule.ratio, std::log1p(-numbers.lr * numbers.weight_decay),
-            /*always=*/true);
+    advance(steps, AdamRate{rate, numbers.beta1, numbers.beta2}, rule.ratio, rule.decay, /*always=*/true);
   });
 }
 
@@ -252,7 +257,7 @@ void row_adam_flush_cuda(const Tensor& param, TensorList state) {
     return;
   }
   const Owing steps = owing(state[kCount], state[kOwed]);
-  with_rule(param, state, steps, {}, [&](const auto& rule) { make_up(rule, param); });
+  with_rule(param, state, steps, {}, {}, [&](const auto& rule) { make_up(rule, param); });
   settle_owed(steps);
   made_up(param, state);
 }

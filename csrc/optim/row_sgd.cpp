@@ -40,6 +40,7 @@ bool make_buffer(const Tensor& param, TensorList state) {
 
 struct SgdRule : OwingRule<SgdRule> {
   using Options = optim::RowSGDOptions;
+  static constexpr const char* kName = "RowSGD";
   static constexpr const char *kStep = "row_sgd_step_", *kRows = "row_sgd_rows_", *kState = "row_sgd_state", *kFlush = "row_sgd_flush_";
   static constexpr size_t kRowState = 4, kDenseState = 2;
   static constexpr std::array<size_t, 2> kHostState{kCount, kOwed};
@@ -148,8 +149,12 @@ struct SgdRule : OwingRule<SgdRule> {
     }
     if (!fusing.empty()) {
       const auto buffers = options.momentum() != 0 ? state_of(fusing, kBuffer) : std::vector<Tensor>();
-      at::_fused_sgd_(params_of(fusing), values_of(fusing), buffers, options.weight_decay(), options.momentum(), options.lr(), options.dampening(),
-                      options.nesterov(), options.maximize(), /*is_first_step=*/false);
+      const auto step = [&](const auto& rate) {
+        at::_fused_sgd_(params_of(fusing), values_of(fusing), buffers, options.weight_decay(), options.momentum(), rate, options.dampening(),
+                        options.nesterov(), options.maximize(), /*is_first_step=*/false);
+      };
+      const OptionalTensor& lr = fusing[0].lr;
+      given(lr) ? step(scalar_of(*lr).to(at::kFloat)) : step(options.lr());
     }
     at::_foreach_add_(state_of(items, kCount), 1);
   }
@@ -166,7 +171,11 @@ struct SgdRule : OwingRule<SgdRule> {
       buffer.mul_(options.momentum()).add_(whole ? direction : direction.mul(taken()));
       direction = options.nesterov() ? direction.add(buffer, options.momentum()) : buffer;
     }
-    item.param.add_(direction, -options.lr());
+    if (given(item.lr)) {
+      item.param.sub_(direction.mul(scalar_of(*item.lr)));
+    } else {
+      item.param.add_(direction, -options.lr());
+    }
   }
 };
 
@@ -242,16 +251,17 @@ void row_sgd_flush_reference(const RowSGDUpdate& u) {
   }
 }
 
-RowSGDNumbers check_row_sgd_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
-  const auto options = parse_options<optim::RowSGDOptions>(SgdRule::kRows, text);
+RowSGDNumbers check_row_sgd_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text,
+                                 const OptionalTensor& lr) {
+  const auto options = rows_options<SgdRule>(text, lr, param, false);
   plan_rows<SgdRule>(param, state, rows, values, options);
   return {options.lr(), options.momentum(), options.dampening(), options.weight_decay(), options.nesterov(), options.maximize(), options.stochastic_rounding()};
 }
 
 bool make_row_sgd_buffer(const Tensor& param, TensorList state) { return make_buffer(param, state); }
 
-void row_sgd_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
-  row_rows_composite<SgdRule>(param, state, rows, values, text);
+void row_sgd_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text, const OptionalTensor& lr) {
+  row_rows_composite<SgdRule>(param, state, rows, values, text, lr);
 }
 
 bool check_row_sgd_flush(const Tensor& param, TensorList state) { return check_flush<SgdRule>(param, state); }
@@ -261,5 +271,8 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { define<SgdRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { on_any_device<SgdRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { on_cpu<SgdRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { on_meta<SgdRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, SparseCPU, m) { on_sparse<SgdRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, SparseCUDA, m) { on_sparse<SgdRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, SparseMeta, m) { on_sparse_meta<SgdRule>(m); }
 
 } // namespace xsoftmax

@@ -34,9 +34,11 @@ struct RowSGDNumbers {
   double lr, momentum, dampening, weight_decay;
   bool nesterov, maximize, stochastic_rounding;
 };
-RowSGDNumbers check_row_sgd_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options);
+RowSGDNumbers check_row_sgd_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options,
+                                 const OptionalTensor& lr);
 bool make_row_sgd_buffer(const at::Tensor& param, at::TensorList state);
-void row_sgd_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options);
+void row_sgd_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options,
+                            const OptionalTensor& lr);
 /// Whether the state is of rows.
 bool check_row_sgd_flush(const at::Tensor& param, at::TensorList state);
 void row_sgd_flush_composite(const at::Tensor& param, at::TensorList state);

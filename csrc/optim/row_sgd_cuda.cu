@@ -26,7 +26,8 @@ struct SgdRows {
   DeviceRows<int32_t> last_step;
   Owing owing;
   RowSGDNumbers numbers; // of a step
-  double decay;
+  LearningRate lr;
+  StepDecay decay;
   bool fresh;  // the buffer
   bool always; // a step is owed also where nothing was before
   bool wide;
@@ -47,7 +48,9 @@ struct SgdRows {
     const double take = t == 1 || fresh ? 1 : 1 - numbers.dampening;
     const OwedDebt debt = owes() ? owing.debt(s, numbers.momentum) : OwedDebt{0, 1};
     const double kept = s == 0 || buffer.data == nullptr ? 1 : integer_power(numbers.momentum, t - s);
-    return {row_sgd_coefficients<M>(numbers, debt, decay, take, kept), int32_t(t), rounding_of<T, S>(t, row, numbers.stochastic_rounding)};
+    RowSGDNumbers of_step = numbers;
+    of_step.lr = lr();
+    return {row_sgd_coefficients<M>(of_step, debt, decay(), take, kept), int32_t(t), rounding_of<T, S>(t, row, numbers.stochastic_rounding)};
   }
 
   template <int N>
@@ -140,19 +143,21 @@ struct SgdRows {
 
 // What rows that owe a step move by, in units of their buffer.
 struct SgdRate {
-  double rate;
-  __device__ double operator()(int64_t) const { return rate; }
+  LearningRate lr;
+  double factor;
+  __device__ double operator()(int64_t) const { return lr() * factor; }
 };
 
 template <typename T, typename S>
-SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state, const Owing& owing, const RowSGDNumbers& numbers) {
+SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state, const Owing& owing, const RowSGDNumbers& numbers, const LearningRate& lr) {
   const bool has_buffer = state[kBuffer].sizes() == param.sizes(); // one that was not needed yet is [0]
   SgdRows<T, S> rows{device_rows<T>(param),
                      has_buffer ? device_rows<S>(state[kBuffer]) : DeviceRows<S>{},
                      device_rows<int32_t>(state[kLastStep]),
                      owing,
                      numbers,
-                     1 - numbers.lr * numbers.weight_decay,
+                     lr,
+                     StepDecay(lr, numbers.weight_decay),
                      false,
                      numbers.momentum != 0 || numbers.weight_decay != 0,
                      false};
@@ -164,29 +169,30 @@ SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state, const Owing& owing
 bool fits(const Tensor& param, TensorList state) { return !use_reference() && has_row_view(param) && has_row_view(state[kBuffer]); }
 
 template <typename T, typename S>
-void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowSGDNumbers& numbers) {
+void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowSGDNumbers& numbers, const LearningRate& lr) {
   const Owing steps = owing(state[kCount], state[kOwed], numbers.momentum, double(numbers.nesterov), 0, numbers.stochastic_rounding);
-  make_up(sgd_rows<T, S>(param, state, steps, numbers), param);
+  make_up(sgd_rows<T, S>(param, state, steps, numbers, lr), param);
   const bool fresh = numbers.momentum != 0 && make_row_sgd_buffer(param, state);
-  SgdRows<T, S> rule = sgd_rows<T, S>(param, state, steps, numbers);
+  SgdRows<T, S> rule = sgd_rows<T, S>(param, state, steps, numbers, lr);
   rule.fresh = fresh;
   if (numbers.momentum == 0) {
     rule.buffer = {};
   }
   update_rows(rule, rows, values, param.size(0));
-  advance(steps, SgdRate{numbers.lr * (numbers.nesterov ? numbers.momentum : 1)}, numbers.momentum, std::log1p(-numbers.lr * numbers.weight_decay),
-          rule.always);
+  advance(steps, SgdRate{lr, numbers.nesterov ? numbers.momentum : 1}, numbers.momentum, rule.decay, rule.always);
 }
 
-void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options) {
-  const RowSGDNumbers numbers = check_row_sgd_rows(param, state, rows, values, options);
+void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options, const OptionalTensor& lr) {
+  const RowSGDNumbers numbers = check_row_sgd_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
   if (!fits(param, state)) {
-    row_sgd_rows_composite(param, state, rows, values, options);
+    row_sgd_rows_composite(param, state, rows, values, options, lr);
     return;
   }
+  Tensor kept;
+  const LearningRate rate = learning_rate(numbers.lr, lr, param, kept);
   dispatch_rows(param, state[kBuffer],
-                [&](auto zero, auto zero_state) { step_rows<decltype(zero), decltype(zero_state)>(param, state, rows, values, numbers); });
+                [&](auto zero, auto zero_state) { step_rows<decltype(zero), decltype(zero_state)>(param, state, rows, values, numbers, rate); });
 }
 
 void row_sgd_flush_cuda(const Tensor& param, TensorList state) {
@@ -201,7 +207,7 @@ void row_sgd_flush_cuda(const Tensor& param, TensorList state) {
   }
   dispatch_rows(param, state[kBuffer], [&](auto zero, auto zero_state) {
     const Owing steps = owing(state[kCount], state[kOwed]);
-    make_up(sgd_rows<decltype(zero), decltype(zero_state)>(param, state, steps, {}), param);
+    make_up(sgd_rows<decltype(zero), decltype(zero_state)>(param, state, steps, {}, {}), param);
     settle_owed(steps);
   });
   made_up(param, state);

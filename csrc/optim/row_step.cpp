@@ -71,6 +71,22 @@ void HostState::write_back() const {
 
 Tensor all_rows(const Tensor& param) { return at::arange(param.size(0), param.options().dtype(at::kLong)); }
 
+void check_learning_rate(const char* op, const Tensor& lr, const Tensor& param) {
+  check::floating(op, "lr", lr);
+  check::strided(op, "lr", lr);
+  TORCH_CHECK_VALUE(lr.sym_numel() == 1, op, ": expected lr as a tensor of one element, got shape ", lr.sym_sizes());
+  TORCH_CHECK_TYPE(lr.is_cpu() || lr.device() == param.device(), op, ": expected lr on the CPU or on param's device ", param.device(), ", got it on ",
+                   lr.device());
+}
+
+double read_learning_rate(const Tensor& lr) {
+  switch (lr.scalar_type()) {
+    case at::kFloat: return *lr.const_data_ptr<float>();
+    case at::kDouble: return *lr.const_data_ptr<double>();
+    default: return lr.item().toDouble();
+  }
+}
+
 void check_lengths(const char* op, size_t params, size_t rows, size_t values, size_t options, at::IntArrayRef counts) {
   TORCH_CHECK_VALUE(rows == params && values == params, op, ": expected rows and values for each of ", params, " params, got ", rows, " and ", values);
   TORCH_CHECK_VALUE(options == counts.size() && std::all_of(counts.begin(), counts.end(), [](int64_t count) { return count >= 0; }) &&

@@ -9,6 +9,7 @@
 #include "optim/row_states.h"
 #include "optim/row_update.h"
 #include "optim/settle.h"
+#include "optim/sparse_gradient.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
@@ -21,17 +22,21 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 // One operator is one step of an optimizer, over all its parameters:
 //
-//     row_adam_step_(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts) -> ()
+//     row_adam_step_(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts,
+//                    Tensor[]? lrs=None) -> ()
 //
 //     params     those that have a gradient, a group after the other
-//     rows       int64 [R] of a row-sparse gradient, none for a dense one
-//     values     [R, D] or [R]; a dense gradient in param's shape
+//     rows       int64 [R] of a row-sparse gradient; none for a dense one and for a sparse COO tensor
+//     values     [R, D] or [R]; a dense gradient in param's shape; a gradient that is sparse COO in dimension 0 alone
 //     state      the state of each parameter on end, as row_adam_state made it; changed in place
 //     options    of each group (core/options.h; fields: RowAdamOptions in xsoftmax/optim.h), counts: its number of params
+//     lrs        the learning rate of each group, floating, of one element, in the place of that of options: on the CPU, where it is
+//                read at once, or on the device of the group's params, where kernels read it and nobody checks its value
 //
 // row_sgd_step_ and row_adagrad_step_ likewise. Everything is checked before the first parameter is changed: a step that is refused changes
 // nothing. Errors as in xsoftmax/optim.h.
@@ -47,11 +52,11 @@
 // makes up all that rows owe, in O(N). Given the same gradients, training goes on as if it had not been called, up to rounding. Nothing happens for dense
 // state, or where no step was taken since the last.
 //
-//     row_adam_rows_(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor values, str options) -> ()
+//     row_adam_rows_(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor values, str options, Tensor? lr=None) -> ()
 //
 // is what row_adam_step_ does for each parameter with state for rows, when all are checked. By itself it leaves no debt for settle_ to find.
 // It and the flush have a kernel for each device. That for CUDA reads no state on the host: a step that a graph has captured is the next step
-// whenever it is replayed, under the options that it was captured with.
+// whenever it is replayed, under the options that it was captured with and the learning rate that its tensor then has.
 
 namespace xsoftmax {
 
@@ -64,10 +69,16 @@ struct ParamStep {
   at::TensorList state;
   const Options* options;
   size_t group = 0;
+  OptionalTensor lr = std::nullopt; ///< in the place of the options', where it lies on the param's device and is not read on the host
 };
 
+/// Operators take the learning rates of groups so.
+using LearningRates = std::optional<std::vector<at::Tensor>>;
+using RowStep = void(at::TensorList, const c10::List<std::optional<at::Tensor>>&, at::TensorList, at::TensorList, const c10::List<std::string>&,
+                     at::IntArrayRef, const LearningRates&);
+
 /// What an optimizer is, by static members:
-///     Options, kStep, kRows, kState, kFlush (names of its ops), kRowState, kDenseState (numbers of state tensors)
+///     Options, kName, kStep, kRows, kState, kFlush (names of its class and ops), kRowState, kDenseState (numbers of state tensors)
 ///     new_state(param, rows, options)            the tensors
 ///     check_rows(op, param, state), check_dense  shapes and dtypes of state
 ///     check_step(step)                           what row steps ask of options beyond options.check()
@@ -97,6 +108,14 @@ at::Tensor dense_gradient(const at::Tensor& param, const OptionalTensor& rows, c
 /// The step counter of new state.
 at::Tensor new_step(const at::Tensor& param, bool rows);
 at::Tensor all_rows(const at::Tensor& param);
+/// A floating tensor of one element, on the CPU or on param's device.
+void check_learning_rate(const char* op, const at::Tensor& lr, const at::Tensor& param);
+/// Whether a learning rate lies on the CPU, and has a value: a fake tensor has none.
+inline bool lies_on_host(const at::Tensor& lr) { return lr.is_cpu() && !lr.unsafeGetTensorImpl()->is_python_dispatch(); }
+/// The value of a learning rate on the CPU.
+double read_learning_rate(const at::Tensor& lr);
+/// The learning rate as a 0-dim tensor, for ATen calls.
+inline at::Tensor scalar_of(const at::Tensor& lr) { return lr.dim() == 0 ? lr : lr.reshape({}); }
 void check_lengths(const char* op, size_t params, size_t rows, size_t values, size_t options, at::IntArrayRef counts);
 [[noreturn]] void wrong_state(const char* op, size_t param, size_t expected, size_t got);
 
@@ -125,10 +144,27 @@ at::Tensor descent_of(const Options& options, const at::Tensor& values) {
   return options.maximize() ? values.neg() : values;
 }
 
+/// A parameter's part of a step, whose gradient may be a sparse tensor.
+template <typename Rule>
+StepOf<Rule> part_of_step(const at::Tensor& param, OptionalTensor rows, const at::Tensor& values, at::TensorList state, const typename Rule::Options& options,
+                          size_t group, const LearningRates& lrs) {
+  StepOf<Rule> step{param, std::move(rows), values, state, &options, group};
+  if (!given(step.rows) && values.layout() != at::kStrided) {
+    TORCH_CHECK(param.dim() <= 2, Rule::kName, ": expected a parameter with 1 or 2 dimensions for a sparse gradient, got shape ", param.sym_sizes());
+    std::tie(step.rows, step.values) = sparse_gradient(Rule::kName, values);
+  }
+  if (lrs.has_value()) {
+    const at::Tensor& lr = (*lrs)[group];
+    check_learning_rate(Rule::kStep, lr, param);
+    step.lr = lr.is_cpu() ? std::nullopt : OptionalTensor(lr);
+  }
+  return step;
+}
+
 /// The step, cut into its parameters and checked.
 template <typename Rule>
 std::vector<StepOf<Rule>> plan_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>& rows, at::TensorList values, at::TensorList state,
-                                    const std::vector<typename Rule::Options>& options, at::IntArrayRef counts) {
+                                    const std::vector<typename Rule::Options>& options, at::IntArrayRef counts, const LearningRates& lrs) {
   check_lengths(Rule::kStep, params.size(), rows.size(), values.size(), options.size(), counts);
   std::vector<StepOf<Rule>> steps;
   steps.reserve(params.size());
@@ -141,7 +177,7 @@ std::vector<StepOf<Rule>> plan_step(at::TensorList params, const c10::List<std::
       if (size > left) {
         wrong_state(Rule::kStep, i, size, left);
       }
-      steps.push_back({params[i], rows.get(i), values[i], state.slice(at, size), &options[group], group});
+      steps.push_back(part_of_step<Rule>(params[i], rows.get(i), values[i], state.slice(at, size), options[group], group, lrs));
       check_param<Rule>(Rule::kStep, steps.back());
       at += size;
     }
@@ -152,19 +188,40 @@ std::vector<StepOf<Rule>> plan_step(at::TensorList params, const c10::List<std::
   return steps;
 }
 
+/// Of each group, with the learning rates that lie on the CPU.
 template <typename Rule>
-std::vector<typename Rule::Options> group_options(const c10::List<std::string>& texts) {
+std::vector<typename Rule::Options> group_options(const c10::List<std::string>& texts, const LearningRates& lrs) {
+  TORCH_CHECK_VALUE(!lrs.has_value() || lrs->size() == texts.size(), Rule::kStep, ": expected lrs of each of ", texts.size(), " groups, got ",
+                    lrs.has_value() ? lrs->size() : 0);
   std::vector<typename Rule::Options> options;
   for (size_t i = 0; i < texts.size(); ++i) {
     options.push_back(parse_options<typename Rule::Options>(Rule::kStep, texts.get(i)));
+    if (lrs.has_value() && lies_on_host((*lrs)[i])) {
+      check_learning_rate(Rule::kStep, (*lrs)[i], (*lrs)[i]);
+      options.back().lr(read_learning_rate((*lrs)[i]));
+    }
   }
   return options;
 }
 
 template <typename Rule>
 void row_step_meta(at::TensorList params, const c10::List<std::optional<at::Tensor>>& rows, at::TensorList values, at::TensorList state,
-                   const c10::List<std::string>& options, at::IntArrayRef counts) {
-  plan_step<Rule>(params, rows, values, state, group_options<Rule>(options), counts);
+                   const c10::List<std::string>& texts, at::IntArrayRef counts, const LearningRates& lrs) {
+  const auto options = group_options<Rule>(texts, lrs);
+  plan_step<Rule>(params, rows, values, state, options, counts, lrs);
+}
+
+/// The options of a call of row_adam_rows_, with a learning rate that lies on the CPU or, where `reads`, elsewhere.
+template <typename Rule>
+typename Rule::Options rows_options(std::string_view text, const OptionalTensor& lr, const at::Tensor& param, bool reads) {
+  auto options = parse_options<typename Rule::Options>(Rule::kRows, text);
+  if (given(lr)) {
+    check_learning_rate(Rule::kRows, *lr, param);
+    if (lies_on_host(*lr) || reads) {
+      options.lr(read_learning_rate(lr->is_cpu() ? *lr : lr->cpu()));
+    }
+  }
+  return options;
 }
 
 /// A call of row_adam_rows_, checked.
@@ -194,15 +251,17 @@ class HostState {
 };
 
 template <typename Rule>
-void row_rows_cpu(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view text) {
-  const auto options = parse_options<typename Rule::Options>(Rule::kRows, text);
+void row_rows_cpu(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view text,
+                  const OptionalTensor& lr) {
+  const auto options = rows_options<Rule>(text, lr, param, true);
   const auto step = plan_rows<Rule>(param, state, rows, values, options);
   Rule::step_rows(step, !use_reference() && Rule::fits_kernel(param, state));
 }
 
 template <typename Rule>
-void row_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view text) {
-  const auto options = parse_options<typename Rule::Options>(Rule::kRows, text);
+void row_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view text,
+                        const OptionalTensor& lr) {
+  const auto options = rows_options<Rule>(text, lr, param, true);
   auto step = plan_rows<Rule>(param, state, rows, values, options);
   const HostState host(state, Rule::kHostState);
   step.state = host;
@@ -211,8 +270,9 @@ void row_rows_composite(const at::Tensor& param, at::TensorList state, const at:
 }
 
 template <typename Rule>
-void row_rows_meta(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view text) {
-  const auto options = parse_options<typename Rule::Options>(Rule::kRows, text);
+void row_rows_meta(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view text,
+                   const OptionalTensor& lr) {
+  const auto options = rows_options<Rule>(text, lr, param, false);
   plan_rows<Rule>(param, state, rows, values, options);
 }
 
@@ -227,26 +287,27 @@ double initial_of(const Options& options) {
 
 /// row_adam_rows_ of the param's device. Versions were raised by the step.
 template <typename Rule>
-void call_rows(const StepOf<Rule>& step, std::string_view text) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow((std::string("xsoftmax::") + Rule::kRows).c_str(), "")
-                             .template typed<void(const at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&, std::string_view)>();
+void call_rows(const StepOf<Rule>& step, std::string_view text, const OptionalTensor& lr) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow((std::string("xsoftmax::") + Rule::kRows).c_str(), "")
+          .template typed<void(const at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&, std::string_view, const OptionalTensor&)>();
   const at::AutoDispatchBelowADInplaceOrView guard;
-  op.call(step.param, step.state, given(step.rows) ? *step.rows : all_rows(step.param), step.values, text);
+  op.call(step.param, step.state, given(step.rows) ? *step.rows : all_rows(step.param), step.values, text, lr);
 }
 
 template <typename Rule>
 void row_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>& rows, at::TensorList values, at::TensorList state,
-              const c10::List<std::string>& texts, at::IntArrayRef counts) {
+              const c10::List<std::string>& texts, at::IntArrayRef counts, const LearningRates& lrs) {
   const WriteToTables write(params);
-  const auto options = group_options<Rule>(texts);
-  const auto steps = plan_step<Rule>(params, rows, values, state, options, counts);
+  const auto options = group_options<Rule>(texts, lrs);
+  const auto steps = plan_step<Rule>(params, rows, values, state, options, counts, lrs);
   std::map<std::tuple<const void*, int, int, bool>, std::vector<StepOf<Rule>>> dense; // by group, device, dtype, whether fused
   for (StepOf<Rule> step : steps) {
     table_changes(step.param);
     record_row_state(step.param, step.state, initial_of(*step.options));
     if (keeps_rows(step.state)) {
-      call_rows<Rule>(step, texts.get(step.group));
+      call_rows<Rule>(step, texts.get(step.group), lrs.has_value() ? OptionalTensor((*lrs)[step.group]) : std::nullopt);
       Rule::record(step.param, step.state, *step.options);
       continue;
     }
@@ -327,8 +388,11 @@ void row_flush_meta(const at::Tensor& param, at::TensorList state) {
 template <typename Rule>
 void define(torch::Library& m) {
   m.def((std::string(Rule::kState) + "(Tensor param, bool rows, str options) -> Tensor[]").c_str());
-  m.def((std::string(Rule::kStep) + "(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts) -> ()").c_str());
-  m.def((std::string(Rule::kRows) + "(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor values, str options) -> ()").c_str());
+  m.def((std::string(Rule::kStep) +
+         "(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts, "
+         "Tensor[]? lrs=None) -> ()")
+            .c_str());
+  m.def((std::string(Rule::kRows) + "(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor values, str options, Tensor? lr=None) -> ()").c_str());
   m.def((std::string(Rule::kFlush) + "(Tensor(a!) param, Tensor(b!)[] state) -> ()").c_str());
 }
 
@@ -338,6 +402,17 @@ void on_any_device(torch::Library& m) {
   m.impl(Rule::kStep, row_step<Rule>);
   m.impl(Rule::kRows, row_rows_composite<Rule>);
   m.impl(Rule::kFlush, row_flush_composite<Rule>);
+}
+
+/// The step alone takes sparse tensors: gradients. In blocks of SparseCPU and SparseCUDA; of SparseMeta: row_step_meta.
+template <typename Rule>
+void on_sparse(torch::Library& m) {
+  m.impl(Rule::kStep, row_step<Rule>);
+}
+
+template <typename Rule>
+void on_sparse_meta(torch::Library& m) {
+  m.impl(Rule::kStep, row_step_meta<Rule>);
 }
 
 template <typename Rule>

@@ -53,6 +53,15 @@ at::ScalarType element_state_dtype(const char* op, const Tensor& param, std::opt
   return option.value_or(wide);
 }
 
+LearningRate learning_rate(double value, const OptionalTensor& lr, const Tensor& param, Tensor& kept) {
+  if (!given(lr) || lr->device() != param.device()) {
+    return {value};
+  }
+  kept = lr->scalar_type() == at::kFloat || lr->scalar_type() == at::kDouble ? *lr : lr->to(at::kDouble);
+  const bool single = kept.scalar_type() == at::kFloat;
+  return {value, single ? kept.const_data_ptr<float>() : nullptr, single ? nullptr : kept.const_data_ptr<double>()};
+}
+
 std::tuple<Tensor, Tensor> touched_rows(const Tensor& rows, const Tensor& values) {
   auto [sorted, sums] = sum_equal_rows(rows, values.to(opmath_dtype(values.scalar_type())));
   const Tensor differs = sums.ne(0);

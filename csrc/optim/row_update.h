@@ -1,9 +1,11 @@
 #pragma once
 
 #include "core/optional.h"
+#include "core/philox.h"
 
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
 #include <optional>
 #include <tuple>
 
@@ -34,6 +36,30 @@ at::ScalarType element_state_dtype(const char* op, const at::Tensor& param, std:
 
 /// Whether rows of the tensor are runs of memory: they may be apart (a slice of columns), their elements not.
 inline bool has_row_view(const at::Tensor& tensor) { return tensor.dim() == 1 || tensor.stride(1) == 1 || tensor.size(1) <= 1; }
+
+/// The learning rate of a step: a number, or one on the device that kernels read.
+struct LearningRate {
+  double value = 0;
+  const float* single = nullptr;
+  const double* wide = nullptr;
+
+  XS_HOST_DEVICE bool on_device() const { return single != nullptr || wide != nullptr; }
+  XS_HOST_DEVICE double operator()() const { return single != nullptr ? double(*single) : wide != nullptr ? *wide : value; }
+};
+/// `value`, or what lies on param's device as `lr`, which `kept` keeps alive in the dtype that kernels read.
+LearningRate learning_rate(double value, const OptionalTensor& lr, const at::Tensor& param, at::Tensor& kept);
+
+/// The factor of decoupled weight decay in a step, and its logarithm, in the place of numbers where the learning rate is on the device.
+struct StepDecay {
+  LearningRate lr;
+  double weight_decay = 0, factor = 1, log_factor = 0;
+
+  StepDecay() = default;
+  StepDecay(const LearningRate& lr, double weight_decay)
+      : lr(lr), weight_decay(weight_decay), factor(1 - lr.value * weight_decay), log_factor(std::log1p(-lr.value * weight_decay)) {}
+  XS_HOST_DEVICE double operator()() const { return lr.on_device() ? 1 - lr() * weight_decay : factor; }
+  XS_HOST_DEVICE double log() const { return lr.on_device() ? ::log1p(-lr() * weight_decay) : log_factor; }
+};
 
 // For the composites in ATen calls.
 

@@ -6,6 +6,7 @@
 #include "optim/owed_table.h"
 #include "optim/random_rounding.h"
 #include "optim/row_arithmetic.h"
+#include "optim/row_update.h"
 #include "optim/row_updates.h"
 
 #include <ATen/Dispatch.h>
@@ -415,10 +416,10 @@ __global__ void __launch_bounds__(kThreads, 2) make_up_kernel(Rule rule, int64_t
 
 constexpr int kAdvanceThreads = 256;
 
-/// One block: the step is taken, and all that rows owe by it is in the table. `rate`: of step t, what rows that owe it move by; `log_decay`: of it.
+/// One block: the step is taken, and all that rows owe by it is in the table. `rate`: of step t, what rows that owe it move by; `of_step`: its decay.
 /// always: the step is owed also where nothing was before.
 template <typename Rate>
-__global__ void __launch_bounds__(kAdvanceThreads) advance_kernel(Owing owing, Rate rate, double ratio, double log_decay, bool always) {
+__global__ void __launch_bounds__(kAdvanceThreads) advance_kernel(Owing owing, Rate rate, double ratio, StepDecay of_step, bool always) {
   const int64_t taken = *owing.step, settled = int64_t(owing.owed[0]);
   const bool settles = owing.settles();
   const bool owes = always || (!settles && taken > settled);
@@ -442,7 +443,7 @@ __global__ void __launch_bounds__(kAdvanceThreads) advance_kernel(Owing owing, R
     return;
   }
   const OwedTable table = owed_table(owing.owed, owing.capacity, taken, ratio);
-  const double decay = std::exp(log_decay), moved = rate(taken + 1);
+  const double log_decay = of_step.log(), decay = std::exp(log_decay), moved = rate(taken + 1);
   for (int64_t i = table.first_moved() + threadIdx.x; i <= table.count; i += blockDim.x) {
     table.move(i, decay, moved, integer_power(ratio, table.count + 1 - i));
   }
@@ -545,8 +546,8 @@ void make_up(const Rule& rule, const at::Tensor& param) {
 
 /// The step of rows is taken: so many are.
 template <typename Rate>
-void advance(const Owing& owing, const Rate& rate, double ratio, double log_decay, bool always) {
-  advance_kernel<Rate><<<1, kAdvanceThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(owing, rate, ratio, log_decay, always);
+void advance(const Owing& owing, const Rate& rate, double ratio, const StepDecay& decay, bool always) {
+  advance_kernel<Rate><<<1, kAdvanceThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(owing, rate, ratio, decay, always);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/Tensor.h>
 
 #include <utility>
@@ -7,11 +8,21 @@
 namespace xsoftmax {
 
 /// (rows [R], values [R, ...]) of a sparse COO gradient, uncoalesced or not. Throws if it is sparse in another way than in its
-/// rows.
+/// rows. No ATen call where the indices are plain memory.
 inline std::pair<at::Tensor, at::Tensor> sparse_gradient(const char* op, const at::Tensor& grad) {
-  TORCH_CHECK(grad.layout() == at::kSparse, op, ": expected a gradient that is dense or sparse COO, got layout ", grad.layout());
-  TORCH_CHECK(grad.sparse_dim() == 1, op, ": expected a gradient that is sparse in dimension 0 alone, got ", grad.sparse_dim(), " sparse dimensions");
-  return {grad._indices().select(0, 0), grad._values()};
+  constexpr const char* kExpected = ": expected a gradient that is dense, or sparse COO in dimension 0 alone, got ";
+  TORCH_CHECK(grad.layout() == at::kSparse, op, kExpected, "layout ", grad.layout());
+  const auto* const sparse = static_cast<const at::SparseTensorImpl*>(grad.unsafeGetTensorImpl());
+  TORCH_CHECK(sparse->sparse_dim() == 1, op, kExpected, sparse->sparse_dim(), " sparse dimensions");
+  const at::Tensor indices = sparse->indices();
+  const c10::TensorImpl* const impl = indices.unsafeGetTensorImpl();
+  if (!indices.has_storage() || impl->is_python_dispatch() || impl->has_symbolic_sizes_strides()) {
+    return {indices.select(0, 0), sparse->values()};
+  }
+  at::Tensor rows = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(indices.storage()), indices.key_set(), indices.dtype());
+  rows.unsafeGetTensorImpl()->set_storage_offset(indices.storage_offset());
+  rows.unsafeGetTensorImpl()->set_sizes_and_strides(indices.sizes().slice(1, 1), indices.strides().slice(1, 1));
+  return {std::move(rows), sparse->values()};
 }
 
 } // namespace xsoftmax

@@ -24,6 +24,10 @@
 /// the row all that, each step at the rate of that step, and make it up when the row next has a gradient, in flush(), in save(), when the optimizer is
 /// destroyed, and where the library reads the table (xsoftmax::settle).
 ///
+/// The learning rate may be a floating tensor of one element, `lr_tensor`: on the CPU, or on the parameters' device, where no step reads it
+/// on the host, nor checks it, and a step that a CUDA graph has captured follows it. set_lr (of schedulers) writes to it in place; an
+/// archive holds its value, as `lr`.
+///
 /// Errors: ValueError for options out of range and for gradients that do not fit their parameter, IndexError for rows out of range,
 /// TypeError for dtypes, Error for gradients that are sparse in another way. A step that is refused changes no parameter and no state.
 
@@ -32,6 +36,7 @@ namespace xsoftmax::optim {
 struct RowSGDOptions : public torch::optim::OptimizerCloneableOptions<RowSGDOptions> {
   RowSGDOptions(double lr = 1e-3) : lr_(lr) {}
   TORCH_ARG(double, lr) = 1e-3;
+  TORCH_ARG(torch::Tensor, lr_tensor); ///< in the place of lr, as described above
   TORCH_ARG(double, momentum) = 0;
   /// Of the gradient's share in the momentum buffer; none at a parameter's first step.
   TORCH_ARG(double, dampening) = 0;
@@ -55,13 +60,14 @@ struct RowSGDOptions : public torch::optim::OptimizerCloneableOptions<RowSGDOpti
   void check() const; ///< ValueError for what is out of range
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
-  double get_lr() const override { return lr(); }
-  void set_lr(const double value) override { lr(value); }
+  double get_lr() const override;
+  void set_lr(const double value) override;
 };
 
 struct RowAdagradOptions : public torch::optim::OptimizerCloneableOptions<RowAdagradOptions> {
   RowAdagradOptions(double lr = 1e-2) : lr_(lr) {}
   TORCH_ARG(double, lr) = 1e-2;
+  TORCH_ARG(torch::Tensor, lr_tensor); ///< in the place of lr, as described above
   TORCH_ARG(double, lr_decay) = 0;
   /// A term of the gradient, in the steps in which a row has one.
   TORCH_ARG(double, weight_decay) = 0;
@@ -86,13 +92,14 @@ struct RowAdagradOptions : public torch::optim::OptimizerCloneableOptions<RowAda
   void check() const;
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
-  double get_lr() const override { return lr(); }
-  void set_lr(const double value) override { lr(value); }
+  double get_lr() const override;
+  void set_lr(const double value) override;
 };
 
 struct RowAdamOptions : public torch::optim::OptimizerCloneableOptions<RowAdamOptions> {
   RowAdamOptions(double lr = 1e-3) : lr_(lr) {}
   TORCH_ARG(double, lr) = 1e-3;
+  TORCH_ARG(torch::Tensor, lr_tensor); ///< in the place of lr, as described above
   using Betas = std::tuple<double, double>;
   TORCH_ARG(Betas, betas) = std::make_tuple(0.9, 0.999);
   TORCH_ARG(double, eps) = 1e-8;
@@ -116,8 +123,8 @@ struct RowAdamOptions : public torch::optim::OptimizerCloneableOptions<RowAdamOp
   void check() const;
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
-  double get_lr() const override { return lr(); }
-  void set_lr(const double value) override { lr(value); }
+  double get_lr() const override;
+  void set_lr(const double value) override;
 };
 
 /// State of one parameter, by the names of the Python optimizers' state.

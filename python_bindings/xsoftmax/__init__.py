@@ -22,6 +22,7 @@ from .diagnose import Diagnosis, diagnose, proposal_log_prob
 from .ensemble import combine_predictions
 from .estimators import CandidateBatch, register_estimator
 from .export import decompositions
+from .graphed_step import GraphedStep, make_graphed_step
 from .hierarchical_matcher import HierarchicalMatcher
 from .id_table import IdTable
 from ._long_work import progress
@@ -58,6 +59,7 @@ __all__ = [
     "CaneLoss",
     "Choice",
     "Diagnosis",
+    "GraphedStep",
     "HierarchicalMatcher",
     "HierarchicalSoftmaxLoss",
     "IdTable",
@@ -81,6 +83,7 @@ __all__ = [
     "diagnose",
     "functional",
     "label_vectors",
+    "make_graphed_step",
     "metrics",
     "optim",
     "progress",

@@ -222,6 +222,15 @@ class BeamTreeLoss(TreeLoss):
         return torch.ops.xsoftmax.tree_class_scores(edges, self.tree.parent, self.tree.class_node, self.tree.layer_sizes, dim)
 
     @torch.jit.unused
+    def _eager_step_due(self) -> bool:
+        """Whether the next step may balance the edges, which no CUDA graph captures (make_graphed_step)."""
+        return self.balance_every > 0 and (int(self.steps) + 1) % self.balance_every == 0
+
+    @torch.jit.unused
+    def _host_counters(self) -> List[Tensor]:
+        return [self.steps]
+
+    @torch.jit.unused
     def _count_step(self) -> None:
         low = self.edges.weight.dtype in (torch.float16, torch.bfloat16)
         learns = torch.is_grad_enabled() and isinstance(self.edges.weight, nn.Parameter) and self.edges.weight.requires_grad

@@ -238,6 +238,34 @@ TEST(Optimizers, AnOptimizerThatGoesSettlesItsTables) {
 }
 
 // Torch's fused kernels of 16-bit parameters are wrong on the CPU.
+TEST(Optimizers, ALearningRateThatIsATensorStepsAsItsNumber) {
+  torch::manual_seed(0);
+  const Tensor table = torch::randn({12, 5}), rate = torch::tensor(0.05, torch::kFloat64);
+  optim::RowAdam of_tensor({parameter(table)}, optim::RowAdamOptions(1.0).lr_tensor(rate));
+  optim::RowAdam of_number({parameter(table)}, optim::RowAdamOptions(0.05));
+  for (const double next : {0.05, 0.02, 0.01}) {
+    of_tensor.param_groups()[0].options().set_lr(next); // in place
+    of_number.param_groups()[0].options().set_lr(next);
+    EXPECT_EQ(rate.item<double>(), next);
+    const Tensor ids = torch::randint(12, {6}, torch::kLong), values = torch::randn({6, 5});
+    for (optim::RowAdam* each : {&of_tensor, &of_number}) {
+      table_of(*each).mutable_grad() = sparse(ids, values, {12, 5});
+      each->step();
+    }
+  }
+  of_tensor.flush();
+  of_number.flush();
+  EXPECT_TRUE(torch::equal(table_of(of_tensor), table_of(of_number)));
+  rate.fill_(-1);
+  EXPECT_THROW(of_tensor.step(), c10::ValueError);
+  rate.fill_(0.01);
+  std::stringstream saved;
+  torch::save(of_tensor, saved);
+  optim::RowAdam resumed({parameter(table)}, optim::RowAdamOptions(0.5));
+  torch::load(resumed, saved);
+  EXPECT_EQ(resumed.param_groups()[0].options().get_lr(), 0.01);
+}
+
 TEST(Optimizers, DenseGradientsOf16BitParameters) {
   const Tensor table = torch::randn({8, 8}).to(torch::kBFloat16);
   optim::RowSGD ours({parameter(table)}, optim::RowSGDOptions(0.1).momentum(0.9));

@@ -69,8 +69,9 @@ def optimizer_samples():
         state, step = (getattr(ops, rule + suffix) for suffix in ("_state", "_step_"))
         of_rows, dense = state(weight, True, options), state(bias, False, options)
         step([weight.clone()], [rows], [values], of_rows, [options], [1])
-        made |= {f"{rule}_state": (weight, True, options), f"{rule}_flush_": (weight, of_rows), f"{rule}_rows_": (weight, of_rows, rows, values, options),
-                 f"{rule}_step_": ([weight, bias], [rows, None], [values, torch.randn(N)], [*of_rows, *dense], [options], [2])}
+        made |= {f"{rule}_state": (weight, True, options), f"{rule}_flush_": (weight, of_rows),
+                 f"{rule}_rows_": (weight, of_rows, rows, values, options, torch.tensor(0.2)),
+                 f"{rule}_step_": ([weight, bias], [rows, None], [values, torch.randn(N)], [*of_rows, *dense], [options], [2], [torch.tensor(0.2)])}
         made["forget_debt"], made["register_debt"] = (of_rows,), (weight, of_rows, "row_sgd")
         made["register_row_state"] = (weight, of_rows, 0.5)
     return made | dict(settle_=(weight,), row_norm=(rows, values, 2.0), reset_rows_=(weight, torch.tensor([3, 0, N - 1]), torch.randn(3, D)))

@@ -231,3 +231,58 @@ def test_a_captured_step_equals_an_eager_one(name):
     torch.manual_seed(steps - 1)
     graph.replay()
     assert_same_bits(training.tensors(), eager.tensors())
+
+
+@on_a_gpu
+@each
+def test_graphed_steps_equal_eager_ones(made):
+    """Every loss, sampler and optimizer: captured, refreshed between replays, at another learning rate, and for a second shape."""
+    if made.options["reduction"] == "none":
+        pytest.skip("a step has a scalar loss")
+    results, graphs = [], []
+    for graphed in (False, True):
+        loss = made.make(torch.float32).to(DEVICE)
+        optimizer = made.make_optimizer(loss)
+        batches = [[tensor.to(DEVICE) for tensor in made.batch(torch.float32, seed)] for seed in range(12)]
+        call = xs.make_graphed_step(lambda pair: made.call(loss, *pair, None), optimizer, _Pair(loss), warmup_steps=2) if graphed else None
+        values = []
+        for number, (input, target) in enumerate(batches):
+            if number == 7:
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.02
+            if number == 9:
+                input, target = input[:4], target[:4]
+            torch.manual_seed(number)
+            if graphed:
+                values.append(call((input, target)))
+            else:
+                value = made.call(loss, input, target, None)
+                value.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                values.append(value.detach())
+        optimizer.flush()
+        results.append({**dict(loss.named_parameters()), **dict(loss.named_buffers()), **{str(k): value for k, value in enumerate(values)}})
+        graphs.append(call.num_graphs if graphed else 0)
+    assert_same_bits(*results)
+
+
+class _Pair(torch.nn.Module):
+    """Holds the loss, so that its samplers are found; its inputs are a pair."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, input, target):
+        return input, target
+
+
+@on_a_gpu
+def test_replays_draw_anew():
+    torch.manual_seed(0)
+    loss = xs.SampledSoftmaxLoss(8, 1000, sampler="uniform", num_samples=16, device=DEVICE)
+    step = xs.make_graphed_step(loss, xs.optim.RowSGD(loss.parameters(), lr=0.0), warmup_steps=1)
+    input, target = torch.randn(4, 8, device=DEVICE), torch.arange(4, device=DEVICE)
+    values = [float(step(input, target)) for _ in range(6)]
+    assert step.num_graphs == 1 and len(set(values)) == 6

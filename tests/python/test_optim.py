@@ -516,8 +516,6 @@ def test_a_parameter_that_stands_twice_is_named():
 
 def test_bad_types():
     mine, _ = pair()
-    with pytest.raises(TypeError, match="RowAdam: expected lr as a number, got a tensor"):
-        RowAdam([mine], lr=torch.tensor(0.1))
     with pytest.raises(TypeError, match="RowAdam: expected beta1 as a number, got a tensor"):
         RowAdam([mine], betas=(torch.tensor(0.9), 0.9))
     with pytest.raises(TypeError, match="row_sgd_state: expected param of dtype .* got complex64"):

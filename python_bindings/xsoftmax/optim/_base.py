@@ -104,10 +104,18 @@ class RowOptimizer(torch.optim.Optimizer):
     def _options(self, group: Dict[str, Any]) -> Dict[str, Any]:
         return {name: group[name] for name in self._option_names}
 
+    def _texts_and_rates(self) -> Tuple[List[str], Optional[List[Tensor]]]:
+        """The options of each group as text, and their learning rates where one of them is a tensor."""
+        texts = [self._text(group) for group in self.param_groups]
+        rates = [group["lr"] for group in self.param_groups]
+        if not any(isinstance(rate, Tensor) for rate in rates):
+            return texts, None
+        return texts, [rate if isinstance(rate, Tensor) else torch.tensor(float(rate), dtype=torch.float64) for rate in rates]
+
     def _text(self, group: Dict[str, Any]) -> str:
         # Texts are made anew where an option is another object: a step would else spend a tenth of its time on them. Those that can change in place are
         # not remembered.
-        values = [group[name] for name in self._option_names]
+        values = [None if name == "lr" and isinstance(group[name], Tensor) else group[name] for name in self._option_names]
         texts = self.__dict__.setdefault("_texts", {})
         known, text = texts.get(id(group), ((), None))
         if text is not None and len(known) == len(values) and all(map(operator.is_, known, values)):
@@ -118,7 +126,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return text
 
     def _new_text(self, group: Dict[str, Any]) -> str:
-        options = self._options(group)
+        options = _values.without_tensor_rate(self._options(group))
         _values.check_options(self._name, options)
         try:
             return option_text(**options)
@@ -133,6 +141,7 @@ class RowOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             _torch_options.check_group(self._name, group, self._option_names)
+            _values.check_tensor_rate(self._name, group["lr"])
             seen: Dict[int, Any] = {}
             for number, param in enumerate(group["params"]):
                 first = seen.setdefault(id(param), number)
@@ -164,26 +173,28 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params, rows, values, tensors, options, counts, fresh = [], [], [], [], [], [], {}
-        for group in self.param_groups:
-            text = self._text(group)
+        texts, rates = self._texts_and_rates()
+        rows: List[Optional[Tensor]] = []
+        params, values, tensors, counts, fresh = [], [], [], [], {}
+        for group, text in zip(self.param_groups, texts):
             group_params = [param for param in group["params"] if param.grad is not None]
             for param in group_params:
-                is_sparse = param.grad.layout != torch.strided
-                row_ids, row_values = sparse_rows(self._name, param, param.grad) if is_sparse else (None, _local(param.grad))
+                grad = param.grad
+                is_sparse = grad.layout != torch.strided
                 state = self.state.get(param)
+                if is_sparse and (not state or grad.layout != torch.sparse_coo):
+                    sparse_rows(self._name, param, grad)  # which says what is wrong
                 if not state:
                     keeps_rows = is_sparse or _is_of_no_step(group, param)
                     made = self._call("_state", _local(param), keeps_rows, text)
                     state = fresh[param] = {name: _spread(param, tensor) for name, tensor in zip(self._state_names, made)}
                 params.append(_local(param))
-                rows.append(row_ids)
-                values.append(row_values)
+                rows.append(None)  # the operator reads those of a sparse gradient
+                values.append(_local(grad))
                 tensors += self._tensors(state)
-            options.append(text)
             counts.append(len(group_params))
         if params:
-            self._call("_step_", params, rows, values, tensors, options, counts)
+            self._call("_step_", params, rows, values, tensors, texts, counts, rates)
         self.state.update(fresh)
         return loss
 
@@ -262,6 +273,7 @@ class RowOptimizer(torch.optim.Optimizer):
         notes = {name for group in self.param_groups for name in group}
         for group in state_dict["param_groups"]:
             _torch_options.check_loaded_group(self, group, self._counterpart, notes)
+            _values.check_tensor_rate(self._name, group["lr"])
             self._call("_state", torch.empty(0, device="meta"), False, self._new_text({**self._later_options, **group}))  # checks the options
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = [(number, group) for group in state_dict["param_groups"] for number in group["params"]]
@@ -283,7 +295,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _check_rows(self, number: int, param: Tensor, group: Dict[str, Any], state: Dict[str, Any]) -> None:
         """State of rows: what the next step would refuse, and what does not fit into the file beside a table (:mod:`xsoftmax.tables`)."""
         like = torch.empty_like(param, device="meta")
-        made = dict(zip(self._state_names, self._call("_state", like, True, option_text(**self._options({**self._later_options, **group})))))
+        made = dict(zip(self._state_names, self._call("_state", like, True, self._new_text({**self._later_options, **group}))))
         given = {name: made[name] if state.get(name) is None else state[name] for name in self._state_names}
         for name, tensor in made.items() if torch.ops.xsoftmax.mapped_table_path(param) else ():
             if given[name].shape != tensor.shape or given[name].dtype != tensor.dtype or (state.get(name) is None and tensor.numel()):

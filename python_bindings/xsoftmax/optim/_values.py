@@ -20,6 +20,28 @@ def _is_number(value: Any) -> bool:
     return True
 
 
+def check_tensor_rate(owner: str, lr: Any) -> None:
+    """Checks a learning rate that is a tensor, once; a step checks those on the CPU again, and reads no other.
+
+    Raises:
+        TypeError: a tensor of another dtype
+        ValueError: a tensor of several elements, or one whose value is negative or not finite
+    """
+    if not isinstance(lr, Tensor):
+        return
+    if not lr.is_floating_point():
+        raise TypeError(f"{owner}: expected lr as a number or a floating tensor, got a tensor of dtype {str(lr.dtype).removeprefix('torch.')}")
+    if lr.numel() != 1:
+        raise ValueError(f"{owner}: expected lr as a tensor of one element, got shape {list(lr.shape)}")
+    if type(lr) in (Tensor, torch.nn.Parameter) and not lr.is_meta and not 0 <= (value := lr.item()) < np.inf:
+        raise ValueError(f"{owner}: expected lr as a finite number of at least 0, got {value}")
+
+
+def without_tensor_rate(options: Dict[str, Any]) -> Dict[str, Any]:
+    """The options that operators take as text: a learning rate that is a tensor goes to them as such."""
+    return {name: value for name, value in options.items() if name != "lr"} if isinstance(options["lr"], Tensor) else options
+
+
 def check_options(owner: str, options: Dict[str, Any]) -> None:
     """Checks the types of options, which operators take as text: a string would read as a number.
 

@@ -1,6 +1,7 @@
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Optional, Union
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._base import RowOptimizer
@@ -26,7 +27,9 @@ class RowAdagrad(RowOptimizer):
 
     Args:
         params: parameters, or dicts of parameter groups
-        lr: learning rate, a finite number of at least 0
+        lr: learning rate, a finite number of at least 0, or a floating tensor of one element that holds it: on the CPU, or on the
+            parameters' device, where a step neither reads it on the host nor checks its value, and a captured step follows it.
+            Schedulers of torch.optim write to it in place
         lr_decay: decay of lr over the steps of a parameter
         weight_decay: weight_decay * param is added to the gradient, as in ``torch.optim.Adagrad``; at least 0
         initial_accumulator_value: what ``sum`` starts from, at least 0
@@ -41,7 +44,7 @@ class RowAdagrad(RowOptimizer):
             parameters with dense gradients ignore it
         torch_options: options of ``torch.optim.Adagrad`` that choose among its implementations:
             ``foreach``, ``fused``, ``capturable``. They are accepted and ignored, since one
-            operator takes the step on every device. ``differentiable=True`` is refused
+            operator takes the step on every device, and the count of steps is on the parameters' device. ``differentiable=True`` is refused
 
     Shape: tables [N, D] or [N] with row-sparse gradients (sparse COO in dimension 0, of R rows); other parameters of any shape, with dense gradients.
 
@@ -50,7 +53,7 @@ class RowAdagrad(RowOptimizer):
     Raises:
         ValueError: an option out of range, or of torch.optim that would change the steps; a parameter that is given twice; a gradient that does not fit its
             parameter.
-        TypeError: an option of another type, such as lr as a tensor (give ``float(lr)``) or text; a module in the place of parameters;
+        TypeError: an option of another type, such as lr as text; a module in the place of parameters;
             another keyword; a parameter that is not float32,
             float64, bfloat16 or float16.
         IndexError: a row of a gradient is not in [0, N).
@@ -62,7 +65,8 @@ class RowAdagrad(RowOptimizer):
     _later_options = dict(RowOptimizer._later_options, row_wise=False, maximize=False)
     _option_names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize", "row_wise", "stochastic_rounding", "state_dtype")
 
-    def __init__(self, params: ParamsT, lr: float = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
+    def __init__(self, params: ParamsT, lr: Union[float, Tensor] = 1e-2, lr_decay: float = 0.0,
+                 weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
                  eps: float = 1e-10, *, maximize: bool = False, row_wise: bool = False, stochastic_rounding: bool = False,
                  state_dtype: Optional[torch.dtype] = None, **torch_options: "Unpack[TorchOptions]") -> None:
         super().__init__(params, dict(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,

@@ -1,6 +1,7 @@
-from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple, Union
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._base import RowOptimizer
@@ -40,7 +41,9 @@ class RowAdam(RowOptimizer):
 
     Args:
         params: parameters, or dicts of parameter groups
-        lr: learning rate, a finite number of at least 0
+        lr: learning rate, a finite number of at least 0, or a floating tensor of one element that holds it: on the CPU, or on the
+            parameters' device, where a step neither reads it on the host nor checks its value, and a captured step follows it.
+            Schedulers of torch.optim write to it in place
         betas: decay of the two moments a step, numbers in [0, 1); betas[0] ** 2 < betas[1]
         eps: added to the root, at least 0
         weight_decay: decoupled, at least 0; 0 by default, as in ``torch.optim.Adam``. lr * weight_decay must be below 1 for row-sparse gradients
@@ -55,7 +58,7 @@ class RowAdam(RowOptimizer):
             256th. Read at a parameter's first gradient; parameters with dense gradients ignore it
         torch_options: options of ``torch.optim.AdamW`` that choose among its implementations:
             ``foreach``, ``fused``, ``capturable``. They are accepted and ignored, since one
-            operator takes the step on every device. ``amsgrad=True``, ``differentiable=True`` and
+            operator takes the step on every device, and the count of steps is on the parameters' device. ``amsgrad=True``, ``differentiable=True`` and
             a weight decay with ``decoupled_weight_decay=False`` are refused
 
     Shape: tables [N, D] or [N] with row-sparse gradients (sparse COO in dimension 0, of R rows); other parameters of any shape, with dense gradients.
@@ -66,7 +69,7 @@ class RowAdam(RowOptimizer):
     Raises:
         ValueError: an option out of range, or of torch.optim that would change the steps; a parameter that is given twice; a gradient that does not fit its
             parameter.
-        TypeError: an option of another type, such as lr or betas as tensors (give ``float(lr)``) or text; a module in the place of parameters;
+        TypeError: an option of another type, such as betas as tensors or lr as text; a module in the place of parameters;
             another keyword; a parameter that is not float32,
             float64, bfloat16 or float16.
         IndexError: a row of a gradient is not in [0, N).
@@ -78,7 +81,8 @@ class RowAdam(RowOptimizer):
     _later_options = dict(RowOptimizer._later_options, row_wise=False, maximize=False)
     _option_names = ("lr", "betas", "eps", "weight_decay", "maximize", "row_wise", "stochastic_rounding", "state_dtype")
 
-    def __init__(self, params: ParamsT, lr: float = 1e-3, betas: Tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, *,
+    def __init__(self, params: ParamsT, lr: Union[float, Tensor] = 1e-3,
+                 betas: Tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, *,
                  maximize: bool = False, row_wise: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None,
                  **torch_options: "Unpack[TorchOptions]") -> None:
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, row_wise=row_wise,

@@ -1,6 +1,7 @@
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Optional, Union
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._base import RowOptimizer
@@ -30,7 +31,9 @@ class RowSGD(RowOptimizer):
 
     Args:
         params: parameters, or dicts of parameter groups
-        lr: learning rate, a finite number of at least 0
+        lr: learning rate, a finite number of at least 0, or a floating tensor of one element that holds it: on the CPU, or on the
+            parameters' device, where a step neither reads it on the host nor checks its value, and a captured step follows it.
+            Schedulers of torch.optim write to it in place
         momentum: factor of the buffer [N, D], at least 0 (0: none is kept)
         dampening: damps the gradient's share in the buffer
         weight_decay: decoupled, at least 0; lr * weight_decay must be below 1 for row-sparse gradients
@@ -44,7 +47,7 @@ class RowSGD(RowOptimizer):
             parameters with dense gradients ignore it
         torch_options: options of ``torch.optim.SGD`` that choose among its implementations:
             ``foreach``, ``fused``, ``capturable``. They are accepted and ignored, since one
-            operator takes the step on every device. ``differentiable=True`` is refused
+            operator takes the step on every device, and the count of steps is on the parameters' device. ``differentiable=True`` is refused
 
     Shape: tables [N, D] or [N] with row-sparse gradients (sparse COO in dimension 0, of R rows); other parameters of any shape, with dense gradients.
 
@@ -54,7 +57,7 @@ class RowSGD(RowOptimizer):
     Raises:
         ValueError: an option out of range, or of torch.optim that would change the steps; a parameter that is given twice; a gradient that does not fit its
             parameter.
-        TypeError: an option of another type, such as lr as a tensor (give ``float(lr)``) or text; a module in the place of parameters;
+        TypeError: an option of another type, such as lr as text; a module in the place of parameters;
             another keyword; a parameter that is not float32,
             float64, bfloat16 or float16.
         IndexError: a row of a gradient is not in [0, N).
@@ -65,7 +68,8 @@ class RowSGD(RowOptimizer):
     _dense_names, _counterpart = (), "SGD"
     _option_names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "stochastic_rounding", "state_dtype")
 
-    def __init__(self, params: ParamsT, lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
+    def __init__(self, params: ParamsT, lr: Union[float, Tensor] = 1e-3,
+                 momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
                  maximize: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None,
                  **torch_options: "Unpack[TorchOptions]") -> None:
         super().__init__(params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,

@@ -74,7 +74,8 @@ class AdaptiveSampler(DescribedSampler):
         super().__init__(num_classes, num_samples, shared=shared, distinct=distinct)
         self.dim = dim
         self.options = options
-        self._refresh_every = int(dict(option.split("=") for option in options.split(","))["refresh_every"])
+        by_name = dict(option.split("=") for option in options.split(","))
+        self._refresh_every, self._update_every = int(by_name["refresh_every"]), int(by_name.get("update_every", 0))
         self.follows_table = True
         if not (self.shared or self.distinct):
             self.default_estimator = "ranking"
@@ -122,6 +123,10 @@ class AdaptiveSampler(DescribedSampler):
         for the updates of :class:`MidxSampler`.
         """
         return torch.ops.xsoftmax.next_refresh_is_due(self.step, self._refresh_every)
+
+    @torch.jit.unused
+    def _host_counters(self) -> List[Tensor]:
+        return [self.step]
 
     @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:

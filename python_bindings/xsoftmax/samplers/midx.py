@@ -83,6 +83,12 @@ class MidxSampler(AdaptiveSampler):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @torch.jit.unused
+    def _eager_step_due(self) -> bool:
+        step = int(self.step)
+        # The running mean of the squares of queries weighs a step by 1 / its number, up to 100.
+        return self.refresh_due() or (self._update_every > 0 and step % self._update_every == 0) or (self._form == "spread" and step < 100)
+
+    @torch.jit.unused
     def forget(self, ids: Tensor) -> None:
         """The next update codes them again; until then their counts are exact for where they stand."""
         if self.touched.numel() > 0:

@@ -199,6 +199,19 @@ class Sampler(KeepsTables):
         """Whether the next :meth:`prepare` follows the class table anew."""
         return False
 
+    @torch.jit.unused
+    def _eager_step_due(self) -> bool:
+        """Whether the next step does what no CUDA graph captures (make_graphed_step).
+
+        A sampler that follows the table in a way unknown here may do so in any step.
+        """
+        return (self.follows_table and type(self).refresh_due is Sampler.refresh_due) or self.refresh_due()
+
+    @torch.jit.unused
+    def _host_counters(self) -> List[Tensor]:
+        """Tensors on the CPU that each step adds to."""
+        return []
+
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
         """Brings a sampler that follows the class table up to date when its time has come. A loss calls it before it draws in train(). A static sampler has

@@ -225,6 +225,7 @@ class UnigramSampler(StaticSampler):
         self.follow_options = torch.ops.xsoftmax.follow_options("UnigramSampler", option_text(
             power=float(power), uniform_share=float(uniform_share), refresh_every=check_count("UnigramSampler", "refresh_every", refresh_every, 0),
             distinct=self.distinct))
+        self._follow_every = int(refresh_every)
         self.streaming = counts
         self.register_buffer("excluded", (self.probability == 0).nonzero().squeeze(1), persistent=False)
         for name in TABLES:
@@ -254,6 +255,14 @@ class UnigramSampler(StaticSampler):
         if not torch.jit.is_scripting() and self._counts_ranks():
             return self._sample_with_ranks(queries, target, generator)
         return self._draw(queries, target, generator)
+
+    @torch.jit.unused
+    def _eager_step_due(self) -> bool:
+        return self.streaming is not None and torch.ops.xsoftmax.refresh_is_due(int(self.step), self._follow_every)
+
+    @torch.jit.unused
+    def _host_counters(self) -> List[Tensor]:
+        return [] if self.streaming is None else [self.step]
 
     @torch.jit.unused
     def _counts_ranks(self) -> bool:

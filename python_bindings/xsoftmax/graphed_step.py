@@ -1,0 +1,469 @@
+"""Training steps as CUDA graphs."""
+
+import functools
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ._checks import check_count
+from .cached_step import _call
+from .clip_grad import clip_grad_norm_
+from .optim._base import RowOptimizer
+
+_MOST_GRAPHS = 16  # signatures of inputs; a step of another one runs eagerly
+_NAME = "make_graphed_step"
+
+
+class _Cuda:
+    """Captures and runs steps on a device; tests put a stand-in in its place."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            self.side = torch.cuda.Stream()
+
+    @staticmethod
+    def suits(device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def run(self, function: Callable[[], Tensor]) -> Tensor:
+        """Runs a step eagerly, on the stream that captures use, as later captures ask for."""
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            self.side.wait_stream(current)
+            with torch.cuda.stream(self.side):
+                value = function()
+            current.wait_stream(self.side)
+            value.record_stream(current)
+        return value
+
+    def capture(
+        self, function: Callable[[], None], pool: Any, generators: Sequence[torch.Generator]
+    ) -> Callable[[], None]:
+        """Returns what replays `function`, which a capture records and does not run."""
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=pool, stream=self.side):
+            function()
+        return graph.replay
+
+
+class _Captured:
+    """The graphs of one cycle, `accumulate` steps, for one signature of inputs."""
+
+    def __init__(self, inputs: List[Any]) -> None:
+        self.inputs = inputs  # the buffers that graphs read
+        self.replays: List[Callable[[], None]] = []
+        self.counts: List[List[Tensor]] = []  # what each step adds to the counters on the host
+        self.values: Dict[int, Tensor] = {}
+        self.grads: Dict[int, List[Optional[Tensor]]] = {}  # after each step but the last
+
+
+class GraphedStep:
+    """A training step that is captured and replayed; made by :func:`make_graphed_step`."""
+
+    def __init__(
+        self,
+        loss: Callable[..., Tensor],
+        optimizers: List[torch.optim.Optimizer],
+        encoder: Optional[Callable[..., Any]],
+        max_norm: Optional[float],
+        norm_type: float,
+        accumulate: int,
+        warmup_steps: int,
+    ) -> None:
+        self._loss, self._optimizers, self._encoder = loss, optimizers, encoder
+        self._max_norm, self._norm_type, self._accumulate, self._warmup_steps = (
+            max_norm,
+            norm_type,
+            accumulate,
+            warmup_steps,
+        )
+        self._modules = [
+            module
+            for part in (loss, encoder)
+            if isinstance(part, nn.Module)
+            for module in part.modules()
+        ]
+        devices = {param.device for param in self._parameters()}
+        device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        self._device = _Cuda(device) if _Cuda.suits(device) else None
+        self._in_cycle = 0
+        self.reset()
+
+    @property
+    def num_graphs(self) -> int:
+        """The number of signatures of inputs whose step is captured; 0 where nothing can be."""
+        return len(self._captured)
+
+    def reset(self) -> None:
+        """Drops all graphs; later steps are captured anew.
+
+        A step finds by itself that parameters, optimizer state or options have been replaced.
+        """
+        self._captured: Dict[Any, _Captured] = {}
+        self._seen: Dict[Any, int] = {}
+        self._replaying: Optional[Tuple[Any, _Captured]] = None
+        self._groups = [optimizer.param_groups for optimizer in self._optimizers]
+        self._rates = self._tensor_rates() if self._device is not None else []
+        self._places = self._addresses(whole=False)
+        self._all_places: Optional[List[Tuple[int, int]]] = None
+        self._options = self._options_of_groups()
+
+    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """One step; see :func:`make_graphed_step`."""
+        leaves, form = tree_flatten((inputs, args, kwargs))
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            raise ValueError(
+                f"{_NAME}: expected inputs without gradient, got one that requires it: "
+                "compute it in the encoder"
+            )
+        last = self._in_cycle == self._accumulate - 1
+        if self._device is None:
+            value = self._eager(leaves, form, last)
+        else:
+            value = self._on_device(self._device, leaves, form, last)
+        self._in_cycle = 0 if last else self._in_cycle + 1
+        return value
+
+    # ---- a step ----
+
+    def _parameters(self) -> List[Any]:
+        return list(
+            dict.fromkeys(
+                param
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+                for param in group["params"]
+            )
+        )
+
+    def _forward_backward(self, leaves: List[Any], form: Any) -> Tensor:
+        inputs, args, kwargs = tree_unflatten(leaves, form)
+        with torch.enable_grad():
+            if self._encoder is None:
+                value = self._loss(inputs, *args, **kwargs)
+            else:
+                value = self._loss(_call(self._encoder, inputs), *args, **kwargs)
+            if value.dim() > 0:
+                raise ValueError(
+                    f"{_NAME}: expected a loss that is a scalar, got one of shape "
+                    f'{list(value.shape)}: make it with reduction="mean" or "sum"'
+                )
+            (value if self._accumulate == 1 else value / self._accumulate).backward()
+        return value.detach()
+
+    def _update(self) -> None:
+        if self._max_norm is not None:
+            clip_grad_norm_(self._parameters(), self._max_norm, self._norm_type)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _eager(self, leaves: List[Any], form: Any, last: bool) -> Tensor:
+        value = self._forward_backward(leaves, form)
+        if last:
+            self._update()
+        return value
+
+    # ---- graphs ----
+
+    def _on_device(self, device: _Cuda, leaves: List[Any], form: Any, last: bool) -> Tensor:
+        self._follow_changes()
+        key = self._signature(leaves, form)
+        captured = self._ready(device, key, leaves, form)
+        if captured is not None:
+            return self._replay(captured, leaves)
+        if self._in_cycle > 0 and self._replaying is not None:  # the rest of this cycle is eager
+            self._take_over(self._replaying[1])
+        self._replaying = None
+        value = device.run(lambda: self._eager(leaves, form, last))
+        if last:
+            self._seen[key] = self._seen.get(key, 0) + 1
+        if self._all_places is not None and self._addresses(whole=True) != self._all_places:
+            self.reset()
+        return value
+
+    def _ready(self, device: _Cuda, key: Any, leaves: List[Any], form: Any) -> Optional[_Captured]:
+        """Returns the graphs that the step replays, captured now where it is time.
+
+        None: the step runs eagerly.
+        """
+        if any(due() for due in self._of_modules("_eager_step_due")):
+            return None
+        if self._in_cycle > 0:
+            return (
+                self._replaying[1]
+                if self._replaying is not None and self._replaying[0] == key
+                else None
+            )
+        if any(param.grad is not None for param in self._parameters()):
+            return None
+        captured = self._captured.get(key)
+        if captured is None:
+            if self._seen.get(key, 0) < self._warmup_steps or len(self._captured) >= _MOST_GRAPHS:
+                return None
+            captured = self._captured[key] = self._capture(device, leaves, form)
+            self._all_places = self._addresses(whole=True)
+        self._replaying = key, captured
+        return captured
+
+    def _capture(self, device: _Cuda, leaves: List[Any], form: Any) -> _Captured:
+        captured = _Captured(
+            [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        )
+        pool, counters = device.pool(), self._counters()
+        generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+        before = [counter.clone() for counter in counters]
+        torch.clear_autocast_cache()  # of casts that a graph would not make again
+        try:
+            for number in range(self._accumulate):
+                at = [counter.clone() for counter in counters]
+                captured.replays.append(
+                    device.capture(
+                        functools.partial(self._record, captured, number, form), pool, generators
+                    )
+                )
+                captured.counts.append([counter - old for counter, old in zip(counters, at)])
+        except Exception as error:
+            for param in self._parameters():
+                param.grad = None
+            raise RuntimeError(
+                f"{_NAME}: expected a step that a CUDA graph can capture, got "
+                f"{type(error).__name__}: {error}. Optimizers of torch.optim need "
+                "capturable=True or fused=True; nothing of the step may read a value on the host"
+            ) from error
+        finally:
+            torch.clear_autocast_cache()
+            for counter, old in zip(counters, before):
+                counter.copy_(old)
+        return captured
+
+    def _record(self, captured: _Captured, number: int, form: Any) -> None:
+        captured.values[number] = self._forward_backward(captured.inputs, form)
+        if number == self._accumulate - 1:
+            self._update()
+        else:
+            captured.grads[number] = [param.grad for param in self._parameters()]
+
+    def _replay(self, captured: _Captured, leaves: List[Any]) -> Tensor:
+        for buffer, leaf in zip(captured.inputs, leaves):
+            if isinstance(leaf, Tensor):
+                buffer.copy_(leaf, non_blocking=True)
+        captured.replays[self._in_cycle]()
+        for counter, more in zip(self._counters(), captured.counts[self._in_cycle]):
+            counter.add_(more)
+        return captured.values[self._in_cycle].clone()
+
+    def _take_over(self, captured: _Captured) -> None:
+        """Gives parameters the gradients of the steps of this cycle that were replayed."""
+        for param, grad in zip(self._parameters(), captured.grads[self._in_cycle - 1]):
+            param.grad = None if grad is None else grad.clone()
+
+    def _counters(self) -> List[Tensor]:
+        """Numbers of steps that modules keep on the host."""
+        return [
+            counter for counters in self._of_modules("_host_counters") for counter in counters()
+        ]
+
+    def _of_modules(self, method: str) -> List[Callable[[], Any]]:
+        return [
+            found
+            for module in self._modules
+            if (found := getattr(module, method, None)) is not None
+        ]
+
+    # ---- what a graph depends on ----
+
+    def _signature(self, leaves: List[Any], form: Any) -> Any:
+        of_leaves = tuple(
+            (leaf.shape, leaf.dtype, leaf.device)
+            if isinstance(leaf, Tensor)
+            else (id(leaf) if isinstance(leaf, torch.Generator) else leaf)
+            for leaf in leaves
+        )
+        modes = tuple(
+            part.training for part in (self._loss, self._encoder) if isinstance(part, nn.Module)
+        )
+        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        key = form, of_leaves, modes, autocast
+        try:
+            hash(key)
+        except TypeError:
+            raise TypeError(
+                f"{_NAME}: expected tensors, generators, and values that can be hashed as inputs, "
+                f"got {[type(leaf).__name__ for leaf in leaves]}"
+            ) from None
+        return key
+
+    def _options_of_groups(self) -> List[Any]:
+        """Those that a capture fixes."""
+        return [
+            value
+            for groups in self._groups
+            for group in groups
+            for name, value in group.items()
+            if name != "params" and not isinstance(value, Tensor)
+        ]
+
+    def _addresses(self, whole: bool) -> List[Tuple[int, int]]:
+        """Returns address and size of the memory that graphs write to.
+
+        Args:
+            whole: buffers and optimizer state as well as parameters
+        """
+        tensors: List[Any] = self._parameters()
+        if whole:
+            tensors += [
+                buffer for module in self._modules for buffer in module.buffers(recurse=False)
+            ]
+            tensors += [
+                value
+                for optimizer in self._optimizers
+                for state in optimizer.state.values()
+                for value in state.values()
+                if isinstance(value, Tensor)
+            ]
+        return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
+
+    def _follow_changes(self) -> None:
+        """Follows learning rates that are numbers, and drops graphs of what was replaced."""
+        for group, rate in self._rates:
+            if group["lr"] is not rate:
+                rate.fill_(group["lr"])
+                group["lr"] = rate
+        replaced = any(
+            optimizer.param_groups is not groups
+            for optimizer, groups in zip(self._optimizers, self._groups)
+        )
+        if (
+            replaced
+            or self._addresses(whole=False) != self._places
+            or self._options_of_groups() != self._options
+        ):
+            if self._replaying is not None and self._in_cycle > 0:
+                self._take_over(self._replaying[1])
+            self.reset()
+
+    def _tensor_rates(self) -> List[Tuple[Dict[str, Any], Tensor]]:
+        """Makes the learning rates of groups tensors, where the optimizer reads them on the device.
+
+        Others are options that a capture fixes.
+        """
+        rates = []
+        for optimizer in self._optimizers:
+            ours = isinstance(optimizer, RowOptimizer)
+            for group in optimizer.param_groups:
+                device = group["params"][0].device
+                if isinstance(group["lr"], Tensor) and group["lr"].device != device:
+                    raise ValueError(
+                        f"{_NAME}: expected lr of {type(optimizer).__name__} as a number or a tensor on "
+                        f"{device}, got one on {group['lr'].device}"
+                    )
+                if ours or group.get("capturable") or group.get("fused"):
+                    if not isinstance(group["lr"], Tensor):
+                        group["lr"] = torch.tensor(
+                            float(group["lr"]),
+                            dtype=torch.float64 if ours else torch.float32,
+                            device=device,
+                        )
+                    rates.append((group, group["lr"]))
+        return rates
+
+
+def make_graphed_step(
+    loss: Callable[..., Tensor],
+    optimizer: Union[torch.optim.Optimizer, Sequence[torch.optim.Optimizer]],
+    encoder: Optional[Callable[..., Any]] = None,
+    *,
+    max_norm: Optional[float] = None,
+    norm_type: float = 2.0,
+    accumulate: int = 1,
+    warmup_steps: int = 3,
+) -> GraphedStep:
+    """Makes a training step that is captured as a CUDA graph and replayed, so that the host
+    launches a step at once.
+
+    In each call ``step(inputs, *args, **kwargs)``, the result does what these lines do::
+
+        value = loss(encoder(inputs), *args, **kwargs)  # without encoder: loss(inputs, ...)
+        (value / accumulate).backward()
+        if this is the last of `accumulate` calls:
+            xs.clip_grad_norm_(parameters of the optimizers, max_norm, norm_type)  # unless None
+            optimizer.step()
+            optimizer.zero_grad()
+
+    On a CPU it does them as they stand, with the same bits. On a GPU the first `warmup_steps`
+    steps for inputs of some shapes run so as well, on a stream of their own; then the step is
+    captured, which runs nothing, and each further call copies its inputs and replays. Example::
+
+        loss = xs.SampledSoftmaxLoss(512, 100_000, sampler="log_uniform", num_samples=512).cuda()
+        optimizer = xs.optim.RowAdam([*encoder.parameters(), *loss.parameters()])
+        step = xs.make_graphed_step(loss, optimizer, encoder, max_norm=1.0)
+        for tokens, target in batches:
+            value = step(tokens, target)
+            scheduler.step()
+
+    - **Draws** are new in each replay: seeds are numbers that the generator draws on the
+      device. A generator that is an argument of the call is known to the graph too, if it is
+      the same in each.
+    - **Samplers that follow the table** and those that follow a stream refresh in steps that
+      run eagerly, when their schedule says so, and in place. The steps between are replayed. So
+      are those between two that balance the edges of a :class:`BeamTreeLoss`.
+    - **Learning rates** become tensors on the device, to which schedulers write in place;
+      ``group["lr"] = 0.1`` is followed as well. For optimizers of torch.optim that holds with
+      ``capturable=True`` or ``fused=True``. Where any other option of a group changes, and
+      where a learning rate that stays a number does, the step is captured anew.
+    - **Inputs of other shapes**, as the last batch of an epoch, run eagerly until they have
+      been seen `warmup_steps` times, and have a graph of their own then, for up to 16 different
+      shapes.
+    - **What is replaced** is noticed: parameters (``resize_classes``, ``.to()``) and state that
+      an optimizer loads. The step is then captured anew.
+
+    Args:
+        loss: a module of this library, another module, or a function, with a scalar result.
+            Samplers are found in modules.
+        optimizer: one, or a sequence of them.
+        encoder: a module or a function of ``inputs``: a tensor, a tuple of positional or a dict
+            of named arguments.
+        max_norm: the gradients are clipped to this norm; None: they are not.
+        norm_type: as in :func:`clip_grad_norm_`.
+        accumulate: the number of calls whose mean gradient an optimizer's step takes; at least
+            1.
+        warmup_steps: optimizer steps before a capture, at least 1, since the first makes the
+            state of the optimizer.
+
+    Returns:
+        The step. Its result is the loss before the step, without gradient. ``step.num_graphs``
+        counts captured signatures of inputs, and ``step.reset()`` drops the graphs.
+
+    Restrictions: parameters on one GPU, one process, and no GradScaler. Tensors of a call lie
+    on the device of the parameters and have no gradient. Values that are no tensors are parts
+    of the signature. Python code of encoder and loss runs when the step is captured, not when
+    it is replayed.
+
+    Raises:
+        TypeError: an optimizer that is none, an `accumulate` or `warmup_steps` that is no int.
+        ValueError: one of them below 1; in a call: inputs that require a gradient, a loss that
+        is no scalar. RuntimeError: a step that cannot be captured, such as one that reads a
+        value on the host.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    wrong = next((each for each in optimizers if not isinstance(each, torch.optim.Optimizer)), None)
+    if wrong is not None or not optimizers:
+        raise TypeError(
+            f"{_NAME}: expected optimizer as an optimizer or a sequence of them, "
+            f"got {'none' if wrong is None else type(wrong).__name__}"
+        )
+    accumulate, warmup_steps = (
+        check_count(_NAME, "accumulate", accumulate, 1),
+        check_count(_NAME, "warmup_steps", warmup_steps, 1),
+    )
+    return GraphedStep(loss, optimizers, encoder, max_norm, norm_type, accumulate, warmup_steps)
