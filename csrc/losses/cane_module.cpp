@@ -1,7 +1,9 @@
 #include "core/checks.h"
 #include "core/optional.h"
 #include "losses/sampled_step.h"
+#include "samplers/candidate_set.h"
 #include "samplers/cane_kind.h"
+#include "samplers/modules.h"
 #include "losses/modules.h"
 #include "losses/reduction.h"
 
