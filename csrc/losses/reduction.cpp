@@ -157,7 +157,7 @@ std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& gi
     check::same_dtype(op, "weight", weight, "input", input);
   }
   if (given_target.dim() < input.dim() && check::can_read(given_target) && count_others(given_target, ignore_index) == given_target.numel()) {
-    const Tensor queries = as_queries(input.requires_grad() ? input.detach() : input, given_target.sym_numel()), target = as_vector(given_target);
+    const Tensor queries = as_queries(values && input.requires_grad() ? input.detach() : input, given_target.sym_numel()), target = as_vector(given_target);
     return values ? std::tuple(queries.contiguous(), target) : std::tuple(queries, target);
   }
   Tensor counted;
