@@ -34,7 +34,7 @@ struct Columns {
     distinct += set.distinct ? set.ids.sym_size(-1).guard_int(__FILE__, __LINE__) : 0;
   }
 
-  OptionalTensor all_ids() const { return ids.empty() ? std::nullopt : OptionalTensor(side_by_side(ids, 0)); }
+  OptionalTensor all_ids(const c10::SymInt& queries) const { return ids.empty() ? std::nullopt : OptionalTensor(side_by_side(ids, queries)); }
   OptionalTensor all_counts(const c10::SymInt& queries) const {
     if (ids.empty()) {
       return std::nullopt;
@@ -135,9 +135,9 @@ Candidates lay_out(const Proposal& sets, const c10::SymInt& queries, const Estim
     }
   }
   Candidates candidates;
-  candidates.private_ids = of_query.all_ids();
+  candidates.private_ids = of_query.all_ids(queries);
   candidates.private_log_count = of_query.all_counts(queries);
-  candidates.shared_ids = of_all.all_ids();
+  candidates.shared_ids = of_all.all_ids(queries);
   candidates.shared_log_count = of_all.all_counts(queries);
   candidates.distinct_private = of_query.distinct;
   candidates.distinct_shared = of_all.distinct;
