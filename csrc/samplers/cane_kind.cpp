@@ -37,7 +37,7 @@ UnionPart given_candidates(const Tensor& ids) {
     TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() == 2 && ids.sym_size(0) == rows), "CaneLoss: expected candidates of shape [C] or [", rows, ", C], got ",
                       ids.sym_sizes());
     const auto [classes, log_count] = present_set(ids);
-    return {{classes, log_count, Tensor(), /*distinct=*/false}};
+    return {{ids, log_count, Tensor(), /*distinct=*/false}};
   };
   const auto log_count = [ids](const Tensor&, const Tensor& asked) {
     const auto [classes, counts] = present_set(ids);

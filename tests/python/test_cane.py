@@ -1,5 +1,6 @@
 """CaneLoss: the formulas, the statistics, and what users meet."""
 
+import copy
 import math
 
 import pytest
@@ -34,19 +35,18 @@ def given(source, Q):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("noise", ["uniform", "skewed"])
 @pytest.mark.parametrize("source", SOURCES)
-def test_equals_the_formula(monkeypatch, source, noise, bias, noise_reduction):
+def test_equals_the_formula(source, noise, bias, noise_reduction):
     N, Q = 12, 20
     torch.manual_seed(0)
     sampler = "uniform" if noise == "uniform" else StaticSampler(torch.arange(1, N + 1).double(), 6, shared=False)
     loss = CaneLoss(5, N, num_noises=3, noise_sampler=sampler, noise_reduction=noise_reduction, bias=bias, reduction="none",
                     dtype=torch.float64, **SOURCES[source])
-    draws, sample = [], ComplementSampler.sample_outside
-    monkeypatch.setattr(ComplementSampler, "sample_outside", lambda *args: draws.append(sample(*args)) or draws[-1])
     input, target = torch.randn(Q, 5, dtype=torch.float64, requires_grad=True), torch.randint(N, (Q,))
     extra = given(source, Q)
-    got = loss(input, target) if extra is None else loss(input, target, extra)
-    (drawn,) = draws
+    got = loss(input, target, extra, generator=torch.Generator().manual_seed(1))
     own = extra if extra is not None else loss.candidates
+    found = own if extra is None else torch.ops.xsoftmax.candidate_set(extra, N)
+    drawn = loss.noise.sample_outside(input.detach(), found, target, torch.Generator().manual_seed(1))
     sets = [sorted(set((own[q] if own.dim() == 2 else own).tolist())) for q in range(Q)]
     assert any(y in s for y, s in zip(target.tolist(), sets)) or source == "none"
     want = naive(loss.linear(input), target, sets, drawn.ids, drawn.log_count.double() - math.log(3),
@@ -90,7 +90,7 @@ def test_recovers_the_log_odds(noise, noise_reduction):
     assert wrong.abs().max() > 20 * variance.sqrt().max()
 
 
-def excess_variance(monkeypatch, candidates, noise_reduction="mean_of_logs", num_noises=1):
+def excess_variance(candidates, noise_reduction="mean_of_logs", num_noises=1):
     """Of the estimate of the logits from many targets, over that of the maximum likelihood estimate, less 1: the trace of H^-1 V H^-1
     (Theorem 3), H the expected second derivative of the loss at the softmax and V the variance of its gradient. Over all targets, and over
     all noises where there is one, else over as many draws."""
@@ -104,7 +104,6 @@ def excess_variance(monkeypatch, candidates, noise_reduction="mean_of_logs", num
     share = p[target] * N / len(target)
     log_count = torch.tensor(math.log(num_noises / len(outside)))
     drawn = CandidateSet(noise, log_count.expand(noise.shape), log_count.expand(len(target)), False)
-    monkeypatch.setattr(ComplementSampler, "sample_outside", lambda *args: drawn)
     # The logits are the queries of a table that is the identity.
     loss = CaneLoss(N, N, candidates=candidates, num_noises=num_noises, noise_reduction=noise_reduction, reduction="sum", dtype=torch.float64)
     with torch.no_grad():
@@ -112,7 +111,8 @@ def excess_variance(monkeypatch, candidates, noise_reduction="mean_of_logs", num
 
     def gradients(logits):
         input = logits.expand(len(target), N).clone().requires_grad_()
-        return torch.autograd.grad(loss(input, target), input)[0]
+        value = loss._candidate_loss(input, target, [CandidateSet(loss.candidates, torch.zeros(candidates), None, True), drawn], None)
+        return torch.autograd.grad(value, input)[0]
 
     at, h = p.log(), 1e-5
     V = gradients(at).T @ (gradients(at) * share.unsqueeze(1))
@@ -122,15 +122,15 @@ def excess_variance(monkeypatch, candidates, noise_reduction="mean_of_logs", num
     return ((inverse @ V @ inverse).trace() / torch.linalg.pinv(fisher, rtol=1e-6).trace()).item() - 1
 
 
-def test_variance_falls_to_that_of_the_softmax(monkeypatch):
+def test_variance_falls_to_that_of_the_softmax():
     """Corollary 1: as the candidates cover the targets. That of the gradient would say nothing: without a candidate it is zero."""
-    found = [excess_variance(monkeypatch, candidates) for candidates in (1, 2, 4, 6, 8, 9)]
+    found = [excess_variance(candidates) for candidates in (1, 2, 4, 6, 8, 9)]
     assert all(a > b > 0 for a, b in zip(found, found[1:])), found
     assert found[0] > 1 and found[-1] < 1e-3, found
 
 
-def test_log_of_mean_has_less_variance(monkeypatch):
-    mean_of_logs, log_of_mean = (excess_variance(monkeypatch, 3, reduction, 4) for reduction in REDUCTIONS)
+def test_log_of_mean_has_less_variance():
+    mean_of_logs, log_of_mean = (excess_variance(3, reduction, 4) for reduction in REDUCTIONS)
     assert 0 < log_of_mean < 0.9 * mean_of_logs, (log_of_mean, mean_of_logs)
 
 
@@ -142,16 +142,18 @@ def with_samplers(source, **kwargs):
 
 
 @pytest.mark.parametrize("source", ["private midx", "shared unigram", "midx noise"])
-def test_samplers_as_sources(monkeypatch, source):
+def test_samplers_as_sources(source):
     """The formula, for the sets and the noise that they draw."""
     torch.manual_seed(0)
     loss = with_samplers(source, reduction="none", dtype=torch.float64)
-    draws, sample = [], ComplementSampler.sample_outside
-    monkeypatch.setattr(ComplementSampler, "sample_outside", lambda *args: draws.append((args[2], sample(*args))) or draws[-1][1])
     input, target = torch.randn(64, 6, dtype=torch.float64), torch.randint(300, (64,))
     target[::2] = torch.randint(25, (32,))  # often among the candidates
-    got = loss(input, target)
-    ((found, noise),) = draws
+    twin, generator = copy.deepcopy(loss), torch.Generator().manual_seed(1)
+    for sampler in filter(None, [twin.candidate_sampler, twin.noise]):
+        sampler.prepare(twin.linear.weight, None, generator)
+    found = twin._candidates(input, target, None, generator)
+    noise = twin.noise.sample_outside(input, found, target, generator)
+    got = loss(input, target, generator=torch.Generator().manual_seed(1))
     sets = (found.expand(64, -1) if found.dim() == 1 else found).tolist()
     assert 0.01 < sum(y in s for y, s in zip(target.tolist(), sets)) / 64 < 0.99
     n = noise.ids.shape[1]
