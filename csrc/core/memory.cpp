@@ -118,8 +118,6 @@ at::Tensor strided_view(const at::Tensor& tensor, at::IntArrayRef sizes, at::Int
   return view;
 }
 
-at::Tensor transposed(const at::Tensor& matrix) {
-  return strided_view(matrix, {matrix.size(1), matrix.size(0)}, {matrix.stride(1), matrix.stride(0)});
-}
+at::Tensor transposed(const at::Tensor& matrix) { return strided_view(matrix, {matrix.size(1), matrix.size(0)}, {matrix.stride(1), matrix.stride(0)}); }
 
 } // namespace xsoftmax

@@ -93,7 +93,8 @@ std::vector<std::shared_ptr<samplers::SamplerImpl>> CaneLossImpl::samplers_of_ta
 
 namespace {
 
-UnionPart candidates_of(const Tensor& input, const std::optional<Tensor>& given_ids, const Tensor& fixed, const std::shared_ptr<samplers::SamplerImpl>& sampler) {
+UnionPart candidates_of(const Tensor& input, const std::optional<Tensor>& given_ids, const Tensor& fixed,
+                        const std::shared_ptr<samplers::SamplerImpl>& sampler) {
   if (given(given_ids)) {
     TORCH_CHECK_VALUE(sampler == nullptr && !fixed.defined(), kName, ": expected no candidates in the call of a loss that has its own, got some");
     const Tensor& ids = *given_ids;
@@ -129,8 +130,13 @@ Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target, const st
     noise->prepare(weight, bias, generator);
   };
   const StepSampler drawing{{/*shared=*/false, /*distinct=*/false, sample, {}}, Tensor(), /*reads_queries=*/true, prepare};
-  return sampled_step({.input = input, .weight = linear->weight, .bias = optional(linear->bias), .target = target, .class_weight = optional(weight),
-                       .generator = std::move(generator), .training = is_training()},
+  return sampled_step({.input = input,
+                       .weight = linear->weight,
+                       .bias = optional(linear->bias),
+                       .target = target,
+                       .class_weight = optional(weight),
+                       .generator = std::move(generator),
+                       .training = is_training()},
                       drawing, step_);
 }
 

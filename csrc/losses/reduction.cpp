@@ -104,9 +104,7 @@ Tensor reduced_loss(const Tensor& loss, const Tensor& target, const OptionalTens
   }
 }
 
-Tensor as_queries(const Tensor& input, const c10::SymInt& queries) {
-  return input.dim() == 2 ? input : input.reshape_symint({queries, input.sym_size(-1)});
-}
+Tensor as_queries(const Tensor& input, const c10::SymInt& queries) { return input.dim() == 2 ? input : input.reshape_symint({queries, input.sym_size(-1)}); }
 
 Tensor as_vector(const Tensor& target) { return target.dim() == 1 ? target : target.reshape({-1}); }
 

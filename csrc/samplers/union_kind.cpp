@@ -94,8 +94,7 @@ Proposal sample_union(const DrawRequest& request, std::vector<UnionPart> parts) 
           drawn[k].log_counts.push_back(columns_of(set.target_log_count, column, width));
           column += width;
         }
-        of_part.set.target_log_count =
-            given(request.target) ? of_targets(set.target_log_count, targets, *request.target) : Tensor();
+        of_part.set.target_log_count = given(request.target) ? of_targets(set.target_log_count, targets, *request.target) : Tensor();
       }
       drawn.push_back(std::move(of_part));
     }

@@ -22,7 +22,8 @@ namespace {
 
 bool can_merge(at::TensorList log_counts) {
   return std::all_of(log_counts.begin(), log_counts.end(), [&](const Tensor& log_count) {
-    return check::can_read(log_count) && !check::has_gradient(log_count) && log_count.scalar_type() == at::kFloat && log_count.dim() >= 1 && log_count.dim() <= 2;
+    return check::can_read(log_count) && !check::has_gradient(log_count) && log_count.scalar_type() == at::kFloat && log_count.dim() >= 1 &&
+        log_count.dim() <= 2;
   });
 }
 
@@ -79,7 +80,9 @@ Tensor union_classes(const Tensor& queries, const OptionalTensor& target, at::Te
     check::same_device(op, "target", *target, "queries", queries);
     TORCH_CHECK_VALUE((target->dim() == 1 || target->dim() == 2) && target->sym_size(0) == rows, op, ": expected target of shape [", rows, "] or [", rows,
                       ", T], got ", target->sym_sizes());
-    columns.push_back(target->dim() == 2 ? *target : check::can_read(*target) ? strided_view(*target, {target->size(0), 1}, {target->stride(0), 1}) : target->unsqueeze(1));
+    columns.push_back(target->dim() == 2             ? *target
+                          : check::can_read(*target) ? strided_view(*target, {target->size(0), 1}, {target->stride(0), 1})
+                                                     : target->unsqueeze(1));
   } else {
     columns.push_back(at::zeros_symint({rows, 1}, queries.options().dtype(at::kLong)));
   }

@@ -11,7 +11,7 @@ from cane_checks import REDUCTIONS, naive
 from sampler_checks import check_scripted_compiled_and_saved
 from score_checks import assert_same_gradients
 from xsoftmax import CaneLoss
-from xsoftmax.samplers import (CandidateSet, ComplementSampler, InBatchSampler, MidxSampler, StaticSampler, UniformSampler,
+from xsoftmax.samplers import (CandidateSet, InBatchSampler, MidxSampler, StaticSampler, UniformSampler,
                                UnigramSampler)
 
 WEIGHTS = torch.tensor([9.0, 5, 4, 3, 2, 2, 1, 1, 1, 0.5])
