@@ -151,7 +151,14 @@ bool refresh_is_due(int64_t step, int64_t every) {
   return false;
 }
 
-bool next_refresh_is_due(const Tensor& step, int64_t every) { return refresh_is_due(check::number_of(step), every); }
+bool next_refresh_is_due(const Tensor& step, int64_t every) {
+  constexpr const char* op = "next_refresh_is_due";
+  check_step(op, step);
+  check_at_least(op, "every", every, 0);
+  const int64_t number = check::number_of(step);
+  check_at_least(op, "step", number, 0);
+  return refresh_is_due(number, every);
+}
 
 ClassTable::ClassTable(const Tensor& weight, const OptionalTensor& bias, bool whole)
     : weight(detached(weight)), bias(given(bias) ? OptionalTensor(bias->detach()) : std::nullopt) {
@@ -405,7 +412,11 @@ TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
-  m.impl("next_refresh_is_due", [](const Tensor&, int64_t) { return false; }); // a number that is not there
+  m.impl("next_refresh_is_due", [](const Tensor& step, int64_t every) { // of a number that is not there
+    check_step("next_refresh_is_due", step);
+    check_at_least("next_refresh_is_due", "every", every, 0);
+    return false;
+  });
 }
 
 } // namespace xsoftmax
