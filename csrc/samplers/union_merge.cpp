@@ -29,7 +29,8 @@ bool can_merge(at::TensorList log_counts) {
 
 // log(e^a + e^b) in float64, in one pass.
 Tensor merged_pair(const Tensor& a, const Tensor& b) {
-  const int64_t rows = std::max(a.dim() == 2 ? a.size(0) : 1, b.dim() == 2 ? b.size(0) : 1), width = std::max(a.size(-1), b.size(-1));
+  const auto broadcast = [](int64_t one, int64_t other) { return one == 1 ? other : one; };
+  const int64_t rows = broadcast(a.dim() == 2 ? a.size(0) : 1, b.dim() == 2 ? b.size(0) : 1), width = broadcast(a.size(-1), b.size(-1));
   const auto element = [&](const Tensor& tensor) {
     const int64_t row_step = tensor.dim() == 2 && tensor.size(0) > 1 ? tensor.stride(0) : 0, step = tensor.size(-1) > 1 ? tensor.stride(-1) : 0;
     return [from = tensor.const_data_ptr<float>(), row_step, step](int64_t row, int64_t j) { return double(from[row * row_step + j * step]); };

@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 import xsoftmax as xs
+from xsoftmax.samplers import sampler
 
 settings.register_profile("untimed", deadline=None)  # machines are slow at times; no test is about time
 settings.load_profile("untimed")
@@ -41,3 +42,14 @@ def same_for_any_threads(threads):
         for other in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
     return check
+
+
+@pytest.fixture(autouse=True)
+def process_as_it_was():
+    """Takes back what a test leaves in the process: names of samplers, such as those that pages of the docs give; and
+    anomaly detection, which the import of a model of RecBole (sine.py) turns on."""
+    names = dict(sampler._REGISTRY)
+    yield
+    sampler._REGISTRY.clear()
+    sampler._REGISTRY.update(names)
+    torch.autograd.set_detect_anomaly(False)

@@ -230,6 +230,8 @@ def test_merged_counts_are_sums():
     first[7] = math.inf  # takes no part, whatever others say
     assert torch.ops.xsoftmax.merge_log_counts([first.log(), second.log()])[:, 7].isposinf().all()
     assert torch.ops.xsoftmax.merge_log_counts([first.log().double()]).dtype == torch.float32
+    assert torch.ops.xsoftmax.merge_log_counts([torch.zeros(0, 3), torch.zeros(3)]).shape == (0, 3)  # a rank without queries
+    assert torch.ops.xsoftmax.merge_log_counts([torch.zeros(2, 1), torch.zeros(2, 0)]).shape == (2, 0)
     for args in (counts, [first.log()]):
         torch.library.opcheck(torch.ops.xsoftmax.merge_log_counts.default, (args,))
     with pytest.raises(ValueError, match="merge_log_counts: expected at least one tensor"):
