@@ -452,8 +452,8 @@ def make_graphed_step(
     Raises:
         TypeError: an optimizer that is none, an `accumulate` or `warmup_steps` that is no int.
         ValueError: one of them below 1; in a call: inputs that require a gradient, a loss that
-        is no scalar. RuntimeError: a step that cannot be captured, such as one that reads a
-        value on the host.
+            is no scalar.
+        RuntimeError: a step that cannot be captured, such as one that reads a value on the host.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     wrong = next((each for each in optimizers if not isinstance(each, torch.optim.Optimizer)), None)
