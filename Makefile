@@ -143,7 +143,7 @@ test-python: $(INSTALLED) $(INTEGRATIONS) exchange $(LINT_READY) | python-header
 # What Python tests compare with, or load.
 exchange: $(INSTALLED) | gtest
 	cmake -S . -B build/package -DXSOFTMAX_TESTS=ON >build/package.log || { cat build/package.log; exit 1; }
-	cmake --build build/package --target loss_exchange optim_exchange cuda_stand_in
+	cmake --build build/package --target loss_exchange optim_exchange tools_exchange cuda_stand_in
 	$(CONFIGURE_CPP_APP)
 	cmake --build build/cpp_app --target serve
 
