@@ -165,6 +165,16 @@ Tensor candidate_set_meta(const Tensor& ids, int64_t num_classes) {
 
 namespace {
 
+constexpr int64_t kFewElements = 8192; // of more, at::cat is faster
+
+c10::SymInt width_of(at::TensorList parts) {
+  c10::SymInt width = 0;
+  for (const Tensor& part : parts) {
+    width += part.sym_size(-1);
+  }
+  return width;
+}
+
 template <typename T>
 void copy_columns(const Tensor& part, const Tensor& all, int64_t first) {
   const int64_t rows = all.size(0), width = part.size(-1), row_step = part.dim() == 2 ? part.stride(0) : 0, step = part.stride(-1);
@@ -187,18 +197,14 @@ Tensor side_by_side(at::TensorList parts, const c10::SymInt& rows, bool by_rows)
   }
   const auto dtype = parts[0].scalar_type();
   const bool copies = std::all_of(parts.begin(), parts.end(), [](const Tensor& part) { return check::can_read(part) && !check::has_gradient(part); });
-  if (!copies || !by_rows || (dtype != at::kLong && dtype != at::kFloat)) {
+  if (!copies || !by_rows || width_of(parts) * rows > kFewElements || (dtype != at::kLong && dtype != at::kFloat)) {
     std::vector<Tensor> columns;
     for (const Tensor& part : parts) {
       columns.push_back(by_rows && !has_rows(part) ? part.unsqueeze(0).expand_symint({rows, part.sym_size(0)}) : part);
     }
     return columns.size() == 1 ? columns[0] : at::cat(columns, -1);
   }
-  int64_t width = 0;
-  for (const Tensor& part : parts) {
-    width += part.size(-1);
-  }
-  const Tensor all = at::empty({rows.expect_int(), width}, parts[0].options());
+  const Tensor all = at::empty({rows.expect_int(), width_of(parts).expect_int()}, parts[0].options());
   int64_t first = 0;
   for (const Tensor& part : parts) {
     dtype == at::kLong ? copy_columns<int64_t>(part, all, first) : copy_columns<float>(part, all, first);

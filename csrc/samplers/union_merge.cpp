@@ -20,11 +20,14 @@ using at::Tensor;
 
 namespace {
 
+constexpr int64_t kFewCounts = 1024; // of more, operators that run on several threads are faster
+
 bool can_merge(at::TensorList log_counts) {
-  return std::all_of(log_counts.begin(), log_counts.end(), [&](const Tensor& log_count) {
-    return check::can_read(log_count) && !check::has_gradient(log_count) && log_count.scalar_type() == at::kFloat && log_count.dim() >= 1 &&
-        log_count.dim() <= 2;
-  });
+  return log_counts[0].sym_numel() <= kFewCounts && log_counts[1].sym_numel() <= kFewCounts &&
+      std::all_of(log_counts.begin(), log_counts.end(), [&](const Tensor& log_count) {
+           return check::can_read(log_count) && !check::has_gradient(log_count) && log_count.scalar_type() == at::kFloat && log_count.dim() >= 1 &&
+               log_count.dim() <= 2;
+         });
 }
 
 // log(e^a + e^b) in float64, in one pass.
