@@ -16,7 +16,7 @@ using at::Tensor;
 
 constexpr const char* kName = "cached_step";
 
-/// Of the generators of the CPU and of a device, so that a second pass drops out what the first did.
+/// Saves the state of the generators of the CPU and of a device, so that dropout in a second pass drops what it dropped in the first.
 class RandomState {
  public:
   explicit RandomState(at::Device device) {

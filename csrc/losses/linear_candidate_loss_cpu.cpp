@@ -93,7 +93,7 @@ Tensor ids_of_queries(const Tensor& target, const OptionalTensor& private_ids, i
   return ids;
 }
 
-// Of each query its target, 0 where that is ignored, [Q].
+// Returns the target of each query, [Q]; 0 where it is ignored.
 Tensor first_column(const Tensor& row_ids) {
   const int64_t queries = row_ids.size(0), width = row_ids.size(1);
   if (width == 1) {

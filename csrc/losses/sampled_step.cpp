@@ -93,8 +93,7 @@ Tensor sampled_step_op(const Tensor& input, const Tensor& weight, const Optional
   const SampledStep step{input, weight, bias, target, other(0), other(1), other(2), other(3), other(4), std::move(generator), training, prepare};
   SamplerView drawing(kOp, sampler, state);
   Tensor head;
-  if (drawing.name() == "disjoint") {
-    const auto parts = drawing.parts();
+  if (const auto parts = drawing.parts(); drawing.name() == "disjoint" && parts.size() == 2 && parts[0].name() == "head") {
     head = parts[0].tensors()[0];
     drawing = parts[1];
   }

@@ -188,7 +188,7 @@ std::vector<StepOf<Rule>> plan_step(at::TensorList params, const c10::List<std::
   return steps;
 }
 
-/// Of each group, with the learning rates that lie on the CPU.
+/// Returns the numbers of each group, with the learning rates that are on the CPU.
 template <typename Rule>
 std::vector<typename Rule::Options> group_options(const c10::List<std::string>& texts, const LearningRates& lrs) {
   TORCH_CHECK_VALUE(!lrs.has_value() || lrs->size() == texts.size(), Rule::kStep, ": expected lrs of each of ", texts.size(), " groups, got ",

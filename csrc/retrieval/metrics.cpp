@@ -15,7 +15,7 @@ namespace {
 
 using at::Tensor;
 
-/// Of the queries for which a class is right: which predictions are right, and the right classes, each once and -1 behind the last.
+/// Holds, for the queries that have a right class, which predictions are right, and the right classes: each once, padded with -1.
 struct Hits {
   Tensor hits;      ///< float64 [R, k]
   Tensor sizes;     ///< int64 [R], how many classes are right

@@ -52,10 +52,6 @@ class CaneKind : public SamplerKind {
  public:
   bool shared(const SamplerView&) const override { return false; }
   bool distinct(const SamplerView&) const override { return false; }
-  bool reads_queries(const SamplerView& sampler) const override {
-    const auto parts = sampler.parts();
-    return parts[0].reads_queries() || parts[1].reads_queries();
-  }
 
   Proposal sample(const SamplerView& sampler, const DrawRequest& request) const override {
     const auto parts = sampler.parts();
@@ -65,12 +61,6 @@ class CaneKind : public SamplerKind {
 
   Tensor log_count(const SamplerView&, const Tensor&, const Tensor&) const override {
     TORCH_CHECK_VALUE(false, "CaneLoss: expected counts of a draw, got a call of log_count: those of the noise depend on the candidates");
-  }
-
-  void step(const SamplerView& sampler, const Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) const override {
-    for (const SamplerView& part : sampler.parts()) {
-      part.step(weight, bias, generator);
-    }
   }
 };
 

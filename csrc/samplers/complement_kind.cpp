@@ -64,10 +64,6 @@ class ComplementKind : public SamplerKind {
  public:
   bool shared(const SamplerView&) const override { return false; }
   bool distinct(const SamplerView&) const override { return false; }
-  bool reads_queries(const SamplerView& sampler) const override {
-    const auto parts = sampler.parts();
-    return !parts.empty() && parts[0].reads_queries();
-  }
 
   Proposal sample(const SamplerView& sampler, const DrawRequest& request) const override {
     return {sample_outside(sampler, request, outside_of_targets(request))};
@@ -76,12 +72,6 @@ class ComplementKind : public SamplerKind {
   Tensor log_count(const SamplerView&, const Tensor&, const Tensor&) const override {
     TORCH_CHECK_VALUE(false, kName,
                       ": expected counts of a draw, got a call of log_count: they depend on the target, so in a union it has to be the last private part");
-  }
-
-  void step(const SamplerView& sampler, const Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) const override {
-    for (const SamplerView& part : sampler.parts()) {
-      part.step(weight, bias, generator);
-    }
   }
 };
 

@@ -9,6 +9,8 @@
 #include <ATen/ops/stack.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include <charconv>
 #include <map>
 #include <utility>
@@ -121,6 +123,17 @@ Proposal SamplerView::sample(const DrawRequest& request) const { return descript
 Tensor SamplerView::log_count(const Tensor& queries, const Tensor& ids) const { return description_->kind->log_count(*this, queries, ids); }
 void SamplerView::step(const Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) const {
   description_->kind->step(*this, weight, bias, generator);
+}
+
+bool SamplerKind::reads_queries(const SamplerView& sampler) const {
+  const auto parts = sampler.parts();
+  return std::any_of(parts.begin(), parts.end(), [](const SamplerView& part) { return part.reads_queries(); });
+}
+
+void SamplerKind::step(const SamplerView& sampler, const Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) const {
+  for (const SamplerView& part : sampler.parts()) {
+    part.step(weight, bias, generator);
+  }
 }
 
 Tensor seed_of(const DrawRequest& request, bool shared) {

@@ -84,12 +84,12 @@ class SamplerKind {
   /// Whether the sets are shared by the batch, and whether no class stands twice in a set.
   virtual bool shared(const SamplerView& sampler) const = 0;
   virtual bool distinct(const SamplerView& sampler) const = 0;
-  /// Whether draws depend on more of a query than that it counts.
-  virtual bool reads_queries(const SamplerView&) const { return false; }
+  /// Whether draws depend on more of a query than that it counts: those of a part, where it is made of others.
+  virtual bool reads_queries(const SamplerView& sampler) const;
   virtual Proposal sample(const SamplerView& sampler, const DrawRequest& request) const = 0;
   virtual at::Tensor log_count(const SamplerView& sampler, const at::Tensor& queries, const at::Tensor& ids) const = 0;
-  /// What a training step does before it draws.
-  virtual void step(const SamplerView&, const at::Tensor& /*weight*/, const OptionalTensor& /*bias*/, const std::optional<at::Generator>&) const {}
+  /// What a training step does before it draws: the steps of the parts.
+  virtual void step(const SamplerView& sampler, const at::Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) const;
 };
 
 /// Makes a kind known by its name, while the library is loaded. Returns true, so that a static variable can register it.

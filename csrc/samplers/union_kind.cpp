@@ -123,20 +123,12 @@ class CompoundKind : public SamplerKind {
   bool distinct(const SamplerView& sampler) const override {
     return all(sampler, [](const SamplerView& part) { return part.distinct(); });
   }
-  bool reads_queries(const SamplerView& sampler) const override {
-    return !all(sampler, [](const SamplerView& part) { return !part.reads_queries(); });
-  }
   Tensor log_count(const SamplerView& sampler, const Tensor& queries, const Tensor& ids) const override {
     std::vector<Tensor> log_counts;
     for (const SamplerView& part : sampler.parts()) {
       log_counts.push_back(part.log_count(queries, ids));
     }
     return merge_log_counts(log_counts);
-  }
-  void step(const SamplerView& sampler, const Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) const override {
-    for (const SamplerView& part : sampler.parts()) {
-      part.step(weight, bias, generator);
-    }
   }
 };
 

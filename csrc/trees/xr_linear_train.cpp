@@ -106,7 +106,7 @@ struct TreeLayers {
   }
 
   int64_t nodes(size_t depth) const { return depth + 1 == first_child.size() ? labels.size(0) : first_child[depth + 1].size(0) - 1; }
-  /// Of each node of a layer the rows with a label below it.
+  /// Returns, for each node of a layer, the rows that have a label below it.
   Lists lists(size_t depth, const SparseRowTensors& pairs, const Tensor& costs = {}) const {
     return lists_of(above[depth].index_select(0, pairs.columns.to(at::kLong)), rows_of_pairs(pairs.offsets), nodes(depth), pairs.offsets.size(0) - 1, costs);
   }
@@ -200,7 +200,7 @@ std::vector<std::vector<Tensor>> initial_parts(const Options& options, const Tre
   return parts;
 }
 
-/// Of each node of the last layer so far the rows whose beam reaches it.
+/// Returns, for each node of the last layer trained so far, the rows whose beam reaches it.
 Lists mined(const std::vector<std::vector<Tensor>>& parts, const SparseRowTensors& rows, int64_t features, const std::string& transform,
             const Options& options) {
   const int64_t nodes = parts.back()[0][-1].item<int64_t>();

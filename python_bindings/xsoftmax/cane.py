@@ -169,13 +169,10 @@ class CaneLoss(CandidateLoss):
         given = self._given_candidates(input, candidates)
         description, state = self._describe(given)
         if description != "":
-            self._check_queries(input, self._given(input, target))
-            self._check_step()
             others: List[Optional[Tensor]] = []
             if self.weight is not None:
                 others = [self.weight, None, None, None, None]
-            return torch.ops.xsoftmax.sampled_step(input, self.linear.weight, self.linear.bias, target, state, description, self._options,
-                                                   generator, True, True, others)
+            return self._one_step(input, target, state, description, generator, True, True, others)
         queries, counted = self._counted(input, target)
         if self.candidate_sampler is not None:
             self.candidate_sampler.prepare(self.linear.weight, self.linear.bias, generator)
@@ -215,11 +212,6 @@ class CaneLoss(CandidateLoss):
         assert sampler is not None
         found = sampler.describe()
         return "" if found == "" else "cane:0:[" + found + ";" + noise + "]", sampler.state_tensors() + state
-
-    def _refresh_due(self) -> bool:
-        if torch.jit.is_scripting():
-            return False
-        return not torch.compiler.is_compiling() and any(sampler.follows_table and sampler.refresh_due() for sampler in self._samplers())
 
     def _candidates(self, queries: Tensor, target: Tensor, given: Optional[Tensor], generator: Optional[torch.Generator]) -> Tensor:
         """[C] or [Q, C], -1 where there is none."""

@@ -491,6 +491,20 @@ class CandidateLoss(LinearLoss):
         queries, counted = torch.ops.xsoftmax.counted_queries(input, target, self.linear.weight, self.ignore_index, soft)
         return queries if self.logit_scale == 1.0 else queries * self.logit_scale, counted
 
+    def _refresh_due(self) -> bool:
+        """Whether a sampler follows the table anew in the next step, which Ctrl-C stops and a bar follows."""
+        if torch.jit.is_scripting():
+            return False
+        return not torch.compiler.is_compiling() and any(sampler.follows_table and sampler.refresh_due() for sampler in self._samplers())
+
+    def _one_step(self, input: Tensor, target: Tensor, state: List[Tensor], sampler: str, generator: Optional[torch.Generator], training: bool,
+                  prepares: bool, others: List[Optional[Tensor]]) -> Tensor:
+        """A step in one operator, from the hidden states to the reduced loss."""
+        self._check_queries(input, self._given(input, target))
+        self._check_step()
+        return torch.ops.xsoftmax.sampled_step(input, self.linear.weight, self.linear.bias, target, state, sampler, self._options, generator,
+                                               training, prepares, others)
+
     def _candidate_loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet], log_z: Optional[Tensor],
                         target_prob: Optional[Tensor] = None) -> Tensor:
         ids, log_count, target_log_count, distinct = columns_of(sets)

@@ -280,18 +280,15 @@ class SampledSoftmaxLoss(CandidateLoss):
         if not torch.jit.is_scripting():
             if is_registered(self.estimator):
                 return ""
-            if prepares and self.sampler.follows_table and not torch.compiler.is_compiling() and self.sampler.refresh_due():
+            if prepares and self._refresh_due():
                 return ""
         description = self.sampler.describe()
         return description if description == "" or self.head.numel() == 0 else "disjoint:0:[head:1:;" + description + "]"
 
     def _step(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], negatives: Optional[Tensor],
               negative_log_count: Optional[Tensor], prepares: bool, target_prob: Optional[Tensor], description: str) -> Tensor:
-        """A step in one operator, from the hidden states to the reduced loss."""
         if target_prob is not None:
             self._listed_for_sampling(input, target, target_prob)
-        self._check_queries(input, self._given(input, target))
-        self._check_step()
         if negatives is None and (negative_log_count is not None or self.sampler.num_samples == 0):
             self._given_set(input, negatives, negative_log_count)  # which says what is wrong
         if not torch.jit.is_scripting():
@@ -303,8 +300,7 @@ class SampledSoftmaxLoss(CandidateLoss):
         log_z = self._log_z(input)
         if self.weight is not None or log_z is not None or target_prob is not None or negatives is not None:
             others = [self.weight, log_z, target_prob, negatives, negative_log_count]
-        return torch.ops.xsoftmax.sampled_step(input, self.linear.weight, self.linear.bias, target, state, description, self._options, generator,
-                                               self.sampler.training, prepares, others)
+        return self._one_step(input, target, state, description, generator, self.sampler.training, prepares, others)
 
     @torch.jit.unused
     def _check_negatives(self, negatives: Optional[Tensor], log_count: Optional[Tensor]) -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import xsoftmax as xs
 from set_checks import columns, split
 from xsoftmax._options import option_text
-from xsoftmax.samplers import LogUniformSampler, StaticSampler, UniformSampler, columns_of
+from xsoftmax.samplers import LogUniformSampler, MidxSampler, StaticSampler, UniformSampler, UnionSampler, columns_of
 
 ops = torch.ops.xsoftmax
 REDUCTIONS = ("none", "mean", "sum")
@@ -498,3 +498,29 @@ def test_nothing_to_score(impl, queries, width, own, shared):
     count = 1 + (own or 0) + (shared or 0)
     torch.testing.assert_close(loss, torch.full((queries,), float(count)).log())
     assert input.grad.shape == input.shape and weight.grad._nnz() == queries * (1 + (own or 0)) + (shared or 0)
+
+
+@pytest.mark.parametrize("head, most, make", [
+    (0, 45, lambda: UniformSampler(1000, 16)),
+    (8, 45, lambda: UniformSampler(1000, 16)),
+    (0, 60, lambda: MidxSampler(1000, 8, 16)),
+    (8, 75, lambda: UnionSampler(UniformSampler(1000, 16), MidxSampler(1000, 8, 8)))])
+def test_a_step_makes_few_calls(head, most, make):
+    """Operators of ATen and of the library in a whole step, which benchmarks/host_cost.py counts and times: nn.Linear,
+    nn.CrossEntropyLoss and SGD make 44."""
+    loss = xs.SampledSoftmaxLoss(8, 1000, sampler=make(), head_classes=head)
+    optimizer = xs.optim.RowAdam(loss.parameters(), lr=1e-3)
+    input, target = torch.randn(4, 8, requires_grad=True), torch.randint(1000, (4,))
+
+    def step():
+        loss(input, target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        input.grad = None
+
+    for _ in range(5):  # the first of them refresh
+        step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    calls = [event.name for event in profile.events() if event.name.startswith(("aten::", "xsoftmax::"))]
+    assert 20 < len(calls) <= most, calls
