@@ -375,7 +375,7 @@ class SampledSoftmaxLoss(CandidateLoss):
     def _log_z(self, input: Tensor) -> Optional[Tensor]:
         learned = self.log_z
         if learned is None and self.fixed_log_z != 0.0:
-            return torch.full([], self.fixed_log_z, device=input.device)
+            return torch.full([], self.fixed_log_z, device=self.linear.weight.device)
         return learned
 
     def _loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet], target_prob: Optional[Tensor] = None) -> Tensor:
