@@ -128,8 +128,10 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     }
     if (want_table) {
       const std::array<bool, 3> wanted{false, ctx->needs_input_grad(1), want_bias};
-      const auto gradients = candidate_scores_backward(grad_scores, input, weight, saved[4], optional(saved[5]), wanted, grad);
-      result = row_gradients_as_grads(gradients, weight.sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
+      const OptionalTensor shared_ids = optional(saved[5]);
+      const bool sparse = is_row_sparse(ctx->saved_data["sparse_grad"].toOptional<bool>(), candidate_rows(saved[4], shared_ids), weight.sym_size(0));
+      const auto gradients = candidate_scores_backward(grad_scores, input, weight, saved[4], shared_ids, wanted, grad, !sparse);
+      result = sparse ? row_gradients_as_grads(gradients, weight.sym_size(0), wanted) : table_gradients_as_grads(gradients, wanted);
     }
     if (ctx->needs_input_grad(0)) {
       result[0] = as_dtype(given(grad) ? scale_gradient(grad_input, grad->unsqueeze(1), input) : grad_input, input.scalar_type());

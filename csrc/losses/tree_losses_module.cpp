@@ -67,7 +67,7 @@ void TreeLossImpl::check_k(int64_t k) const {
   TORCH_CHECK_VALUE(k >= 0 && k <= tree->num_classes(), name_, ": expected k in [0, ", tree->num_classes(), "], got ", k);
 }
 
-HierarchicalSoftmaxLossImpl::HierarchicalSoftmaxLossImpl(int64_t in_features, LabelTree tree, const LossOptions& options, bool sparse_grad)
+HierarchicalSoftmaxLossImpl::HierarchicalSoftmaxLossImpl(int64_t in_features, LabelTree tree, const LossOptions& options, std::optional<bool> sparse_grad)
     : TreeLossImpl("HierarchicalSoftmaxLoss", in_features, std::move(tree), options),
       step_{{.reduction = options.reduction, .ignore_index = options.ignore_index}, sparse_grad} {}
 

@@ -34,23 +34,22 @@ Tensor ids_or_empty(const OptionalTensor& ids, const Tensor& input, bool is_priv
 }
 
 Tensor candidate_scores_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
-                             const OptionalTensor& shared_ids, bool) {
+                             const OptionalTensor& shared_ids, std::optional<bool>) {
   check_candidate_scores(input, weight, bias, private_ids, shared_ids);
   const c10::SymInt width = (given(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0)) + (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
   return at::empty_symint({input.sym_size(0), width}, input.options().dtype(opmath_dtype(input.scalar_type())));
 }
 
 RowGradients candidate_scores_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
-                                            const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale) {
+                                            const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale, bool dense) {
   check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
-  const c10::SymInt rows = (given(private_ids) ? private_ids->sym_numel() : c10::SymInt(0)) + (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
-  return row_gradients_meta(input, rows, output_mask);
+  return row_gradients_meta(input, candidate_rows(private_ids, shared_ids), output_mask, dense ? std::optional(weight.sym_size(0)) : std::nullopt);
 }
 
 class CandidateScores : public torch::autograd::Function<CandidateScores> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const OptionalTensor& private_ids, const OptionalTensor& shared_ids, bool sparse_grad) {
+                        const OptionalTensor& private_ids, const OptionalTensor& shared_ids, std::optional<bool> sparse_grad) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({input, weight, private_ids.value_or(Tensor()), shared_ids.value_or(Tensor())});
     ctx->saved_data["sparse_grad"] = sparse_grad;
@@ -62,22 +61,24 @@ class CandidateScores : public torch::autograd::Function<CandidateScores> {
     const auto saved = ctx->get_saved_variables();
     const Tensor &input = saved[0], &weight = saved[1];
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
-    const auto gradients = candidate_scores_backward(grads[0], input, weight, optional(saved[2]), optional(saved[3]), wanted);
-    auto result = row_gradients_as_grads(gradients, weight.sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
+    const OptionalTensor private_ids = optional(saved[2]), shared_ids = optional(saved[3]);
+    const bool sparse = is_row_sparse(ctx->saved_data["sparse_grad"].toOptional<bool>(), candidate_rows(private_ids, shared_ids), weight.sym_size(0));
+    const auto gradients = candidate_scores_backward(grads[0], input, weight, private_ids, shared_ids, wanted, std::nullopt, !sparse);
+    auto result = sparse ? row_gradients_as_grads(gradients, weight.sym_size(0), wanted) : table_gradients_as_grads(gradients, wanted);
     result.resize(6);
     return result;
   }
 };
 
 Tensor candidate_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
-                                 const OptionalTensor& shared_ids, bool sparse_grad) {
+                                 const OptionalTensor& shared_ids, std::optional<bool> sparse_grad) {
   check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}});
   return CandidateScores::apply(input, weight, bias, private_ids, shared_ids, sparse_grad);
 }
 
 // A cast of the table would touch all of its N rows, so the queries take the table's dtype.
 Tensor candidate_scores_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
-                                 const OptionalTensor& shared_ids, bool sparse_grad) {
+                                 const OptionalTensor& shared_ids, std::optional<bool> sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return candidate_scores(input.to(weight.scalar_type()), weight, same, private_ids, shared_ids, sparse_grad);
@@ -86,16 +87,20 @@ Tensor candidate_scores_autocast(const Tensor& input, const Tensor& weight, cons
 } // namespace
 
 Tensor candidate_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
-                        const OptionalTensor& shared_ids, bool sparse_grad) {
+                        const OptionalTensor& shared_ids, std::optional<bool> sparse_grad) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::candidate_scores", "").typed<decltype(candidate_scores_reference)>();
   return op.call(input, weight, bias, private_ids, shared_ids, sparse_grad);
 }
 
 RowGradients candidate_scores_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
-                                       const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale) {
+                                       const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale, bool dense) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::candidate_scores_backward", "").typed<decltype(candidate_scores_backward_reference)>();
-  return op.call(grad, input, weight, private_ids, shared_ids, output_mask, scale);
+  return op.call(grad, input, weight, private_ids, shared_ids, output_mask, scale, dense);
+}
+
+c10::SymInt candidate_rows(const OptionalTensor& private_ids, const OptionalTensor& shared_ids) {
+  return (given(private_ids) ? private_ids->sym_numel() : c10::SymInt(0)) + (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
 }
 
 void check_candidate_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
@@ -135,7 +140,7 @@ void check_candidate_scores_backward(const Tensor& grad, const Tensor& input, co
 }
 
 Tensor candidate_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
-                                  const OptionalTensor& shared_ids, bool) {
+                                  const OptionalTensor& shared_ids, std::optional<bool>) {
   check_candidate_scores(input, weight, bias, private_ids, shared_ids);
   const auto dtype = opmath_dtype(input.scalar_type());
   const Tensor query = input.to(dtype);
@@ -151,7 +156,7 @@ Tensor candidate_scores_reference(const Tensor& input, const Tensor& weight, con
 }
 
 RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
-                                                 const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale) {
+                                                 const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale, bool dense) {
   check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
   Tensor query = input.to(grad.scalar_type());
   if (given(scale)) { // of an ignored query, 0 times what is not finite would not be 0
@@ -182,16 +187,17 @@ RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tenso
       bias_values = std::get<1>(sum_equal_rows(ids, every)).to(input.scalar_type());
     }
   }
-  return {grad_input, rows, values, bias_values};
+  const RowGradients gradients{grad_input, rows, values, bias_values};
+  return dense ? in_table(gradients, weight.size(0), output_mask) : gradients;
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def(
       "candidate_scores(Tensor input, Tensor weight, Tensor? bias, Tensor? private_ids, Tensor? shared_ids, "
-      "bool sparse_grad=True) -> Tensor");
+      "bool? sparse_grad=None) -> Tensor");
   m.def(
       "candidate_scores_backward(Tensor grad, Tensor input, Tensor weight, Tensor? private_ids, Tensor? shared_ids, "
-      "bool[3] output_mask, Tensor? scale=None) -> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
+      "bool[3] output_mask, Tensor? scale=None, bool dense=False) -> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

@@ -64,7 +64,7 @@ Tensor scaled_queries(const Tensor& query, const Tensor& factor) {
 }
 
 Tensor candidate_scores_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
-                            const OptionalTensor& shared_ids, bool sparse_grad) {
+                            const OptionalTensor& shared_ids, std::optional<bool> sparse_grad) {
   check_candidate_scores(input, weight, bias, private_ids, shared_ids);
   const Ids ids = checked_ids("candidate_scores", input, weight, private_ids, shared_ids);
   if (use_reference()) {
@@ -90,11 +90,11 @@ Tensor candidate_scores_cpu(const Tensor& input, const Tensor& weight, const Opt
 }
 
 RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
-                                           const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale) {
+                                           const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale, bool dense) {
   check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
   const Ids ids = checked_ids("candidate_scores_backward", input, weight, private_ids, shared_ids);
   if (use_reference()) {
-    return candidate_scores_backward_reference(grad, input, weight, private_ids, shared_ids, output_mask, scale);
+    return candidate_scores_backward_reference(grad, input, weight, private_ids, shared_ids, output_mask, scale, dense);
   }
   const auto [want_input, want_weight, want_bias] = output_mask;
   const Tensor scores_grad = grad.contiguous(), query = input.contiguous();
@@ -122,6 +122,11 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
   }
   if (want_bias) {
     shared_bias = factor.defined() ? at::mv(transposed(shared_grad), factor) : shared_grad.sum(0);
+  }
+  if (dense) {
+    auto [values, bias_values] =
+        table_gradient_cpu(scores_grad, stride, factor, query, ids.pairs, ids.shared, shared_values, shared_bias, weight.size(0), want_weight, want_bias);
+    return {grad_input, ids.pair_ids.new_empty({0}), values, bias_values};
   }
   auto [rows, values, bias_values] =
       row_gradient_cpu(scores_grad, stride, factor, query, ids.pairs, ids.shared, shared_values, shared_bias, want_weight, want_bias);

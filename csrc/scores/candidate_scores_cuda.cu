@@ -32,7 +32,7 @@ void weighted_sum_out(const Tensor& out, const Tensor& coefficients, const Tenso
 }
 
 Tensor candidate_scores_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
-                             const OptionalTensor& shared_ids, bool sparse_grad) {
+                             const OptionalTensor& shared_ids, std::optional<bool> sparse_grad) {
   check_candidate_scores(input, weight, bias, private_ids, shared_ids);
   const c10::cuda::CUDAGuard guard(input.device());
   if (use_reference()) {
@@ -57,11 +57,11 @@ Tensor candidate_scores_cuda(const Tensor& input, const Tensor& weight, const Op
 }
 
 RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
-                                            const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale) {
+                                            const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale, bool dense) {
   check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
   const c10::cuda::CUDAGuard guard(input.device());
   if (use_reference()) {
-    return candidate_scores_backward_reference(grad, input, weight, private_ids, shared_ids, output_mask, scale);
+    return candidate_scores_backward_reference(grad, input, weight, private_ids, shared_ids, output_mask, scale, dense);
   }
   const Ids ids = contiguous_ids(input, weight.size(0), private_ids, shared_ids);
   const auto [want_input, want_weight, want_bias] = output_mask;
@@ -95,7 +95,8 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
   }
   auto [rows, values, bias_values] =
       row_gradient_cuda(scores_grad, stride, factor, query, ids.pairs, ids.shared, shared_values, shared_bias, {want_weight, want_bias});
-  return {grad_input, rows, values, bias_values};
+  const RowGradients gradients{grad_input, rows, values, bias_values};
+  return dense ? in_table(gradients, weight.size(0), output_mask) : gradients;
 }
 
 } // namespace

@@ -47,6 +47,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor
                                                                 const PairLayout& pairs, const at::Tensor& shared_ids, const at::Tensor& shared_values,
                                                                 const at::Tensor& shared_bias, bool want_values, bool want_bias);
 
+/// The same gradient for each row of a table, dense: (values [N, D], bias values [N]), N = table_rows.
+std::tuple<at::Tensor, at::Tensor> table_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale, const at::Tensor& input,
+                                                      const PairLayout& pairs, const at::Tensor& shared_ids, const at::Tensor& shared_values,
+                                                      const at::Tensor& shared_bias, int64_t table_rows, bool want_values, bool want_bias);
+
 /// The same without shared ids, over R = `rows` whatever the pairs are: a row for each different id, of which there are no more than R;
 /// behind them the last again, with zeros.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> compact_row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale,

@@ -61,6 +61,10 @@ void add_input_grad(opmath<T>* grad_input, const opmath<T>* grad, int64_t grad_s
   }
 }
 
+// Where the gradient of a class goes: all of it to the first row of each group of equal ids, R = positions; a row a group, and zeros behind the last; or to
+// its row of the table.
+enum class RowOrder { kPositions, kGroups, kTable };
+
 // What a task of row_gradient_cpu reads and writes.
 template <typename T>
 struct RowGradient {
@@ -79,13 +83,32 @@ struct RowGradient {
   T* values;    // nullptr: not wanted
   T* bias;      // nullptr: not wanted
   bool streamed;
-  bool compact; // a row a group, not a row a position
+  const int64_t* ids; // [R], by position
+  RowOrder order;
+  int64_t row_count;
 
   // (query, gradient of the score) of a pair's position
   std::pair<int64_t, opmath<T>> pair(int64_t position) const {
     const int64_t query = pairs.offsets ? query_of[position] : position / pairs.width;
     const int64_t at = grad_stride < 0 ? position : query * grad_stride + (position - pairs.begin(query));
     return {query, scale ? grad[at] * scale[query] : grad[at]};
+  }
+
+  // The row of a group's sum; the rows from there to that of the next group, and those before that of the first, are zero.
+  int64_t row_of(const RowGroups& groups, int64_t group) const {
+    if (group == groups.size()) {
+      return row_count;
+    }
+    return order == RowOrder::kGroups ? group : order == RowOrder::kTable ? ids[groups[group][0]] : groups.starts[group];
+  }
+
+  void clear_rows(int64_t first, int64_t last) const {
+    if (values) {
+      std::memset(static_cast<void*>(values + first * width), 0, (last - first) * width * sizeof(T));
+    }
+    if (bias) {
+      std::memset(static_cast<void*>(bias + first), 0, (last - first) * sizeof(T));
+    }
   }
 
   void sum_groups(const RowGroups& groups, int64_t first, int64_t last) const {
@@ -97,7 +120,8 @@ struct RowGradient {
     std::vector<int64_t> lone_row, lone_query;
     for (int64_t g = first; g < last; ++g) {
       const auto members = groups[g];
-      const int64_t row = compact ? g : groups.starts[g], zero_rows = compact ? 0 : int64_t(members.size()) - 1;
+      const int64_t row = row_of(groups, g);
+      clear_rows(row + 1, row_of(groups, g + 1));
       const auto [q, c] = members[0] < total ? pair(members[0]) : std::pair<int64_t, opmath<T>>(0, 0);
       if (values && streamed && members.size() == 1 && c != 0) { // of an ignored query, 0 times what is not finite would not be 0
         lone_row.push_back(row);
@@ -138,14 +162,12 @@ struct RowGradient {
         if constexpr (!kInPlace) {
           kernels.round_row(values + row * width, sum, width);
         }
-        std::memset(static_cast<void*>(values + (row + 1) * width), 0, zero_rows * width * sizeof(T));
       }
       if (bias) {
         for (size_t i = pair_count; i < members.size(); ++i) {
           bias_sum += shared_bias[members[i] - total];
         }
         kernels.round_row(bias + row, &bias_sum, 1);
-        std::memset(static_cast<void*>(bias + row + 1), 0, zero_rows * sizeof(T));
       }
     }
     if constexpr (kInPlace) {
@@ -218,29 +240,28 @@ void add_pair_input_grad_cpu(const at::Tensor& grad_input, const at::Tensor& gra
 
 namespace {
 
-// compact_rows: how many, where there is a row for each different id; < 0: a row for each position.
+// row_count: of the gradient, where that is not the number of positions.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale, const at::Tensor& input,
                                                             const PairLayout& pairs, const at::Tensor& shared_ids, const at::Tensor& shared_values,
-                                                            const at::Tensor& shared_bias, int64_t compact_rows, bool want_values, bool want_bias) {
+                                                            const at::Tensor& shared_bias, RowOrder order, int64_t row_count, bool want_values,
+                                                            bool want_bias) {
   const int64_t total = pairs.total(), shared = shared_ids.defined() ? shared_ids.numel() : 0;
-  const bool compact = compact_rows >= 0;
   std::vector<int64_t> ids(total + shared);
   std::copy_n(pairs.ids, total, ids.begin());
   if (shared > 0) {
     std::copy_n(shared_ids.const_data_ptr<int64_t>(), shared, ids.begin() + total);
   }
   const RowGroups groups = group_rows(ids.data(), int64_t(ids.size()));
-  TORCH_INTERNAL_ASSERT(!compact || groups.size() <= compact_rows);
-  const int64_t row_count = compact ? compact_rows : int64_t(ids.size());
+  TORCH_INTERNAL_ASSERT(groups.size() <= row_count);
 
-  const at::Tensor rows = at::empty({row_count}, input.options().dtype(at::kLong));
+  const at::Tensor rows = at::empty({order == RowOrder::kTable ? 0 : row_count}, input.options().dtype(at::kLong));
   int64_t* row = rows.mutable_data_ptr<int64_t>();
-  if (compact) {
+  if (order == RowOrder::kGroups) {
     for (int64_t g = 0; g < groups.size(); ++g) {
       row[g] = ids[groups[g][0]];
     }
     std::fill(row + groups.size(), row + row_count, groups.size() > 0 ? row[groups.size() - 1] : 0);
-  } else {
+  } else if (order == RowOrder::kPositions) {
     std::transform(groups.order.begin(), groups.order.end(), row, [&](int64_t position) { return ids[position]; });
   }
 
@@ -262,13 +283,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient(const at::Tensor& gr
                               want_values ? data<T>(values) : nullptr,
                               want_bias ? data<T>(bias) : nullptr,
                               RowGradient<T>::kInPlace && row_count * width * int64_t(sizeof(T)) >= kStreamedBytes,
-                              compact};
+                              ids.data(),
+                              order,
+                              row_count};
+    task.clear_rows(0, task.row_of(groups, 0));
     at::parallel_for(0, groups.size(), kPairsPerTask, [&](int64_t first, int64_t last) { task.sum_groups(groups, first, last); });
   });
-  if (compact) {
-    values.narrow(0, std::min(groups.size(), values.size(0)), want_values ? row_count - groups.size() : 0).zero_();
-    bias.narrow(0, std::min(groups.size(), bias.size(0)), want_bias ? row_count - groups.size() : 0).zero_();
-  }
   return {rows, values, bias};
 }
 
@@ -277,13 +297,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient(const at::Tensor& gr
 std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale, const at::Tensor& input,
                                                                 const PairLayout& pairs, const at::Tensor& shared_ids, const at::Tensor& shared_values,
                                                                 const at::Tensor& shared_bias, bool want_values, bool want_bias) {
-  return row_gradient(grad, grad_stride, scale, input, pairs, shared_ids, shared_values, shared_bias, -1, want_values, want_bias);
+  return row_gradient(grad, grad_stride, scale, input, pairs, shared_ids, shared_values, shared_bias, RowOrder::kPositions,
+                      pairs.total() + (shared_ids.defined() ? shared_ids.numel() : 0), want_values, want_bias);
+}
+
+std::tuple<at::Tensor, at::Tensor> table_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale, const at::Tensor& input,
+                                                      const PairLayout& pairs, const at::Tensor& shared_ids, const at::Tensor& shared_values,
+                                                      const at::Tensor& shared_bias, int64_t table_rows, bool want_values, bool want_bias) {
+  const auto [rows, values, bias] =
+      row_gradient(grad, grad_stride, scale, input, pairs, shared_ids, shared_values, shared_bias, RowOrder::kTable, table_rows, want_values, want_bias);
+  return {values, bias};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> compact_row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale,
                                                                         const at::Tensor& input, const PairLayout& pairs, int64_t rows, bool want_values,
                                                                         bool want_bias) {
-  return row_gradient(grad, grad_stride, scale, input, pairs, {}, {}, {}, rows, want_values, want_bias);
+  return row_gradient(grad, grad_stride, scale, input, pairs, {}, {}, {}, RowOrder::kGroups, rows, want_values, want_bias);
 }
 
 } // namespace xsoftmax

@@ -39,7 +39,7 @@ Tensor query_of_ids(const Tensor& ids, const Tensor& offsets) {
   return at::searchsorted(ends, at::arange(ids.size(0), offsets.options()), /*out_int32=*/false, /*right=*/true);
 }
 
-Tensor ragged_scores_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, bool) {
+Tensor ragged_scores_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, std::optional<bool>) {
   check_ragged_scores(input, weight, bias, ids, offsets);
   return at::empty_symint({ids.sym_size(0)}, input.options().dtype(opmath_dtype(input.scalar_type())));
 }
@@ -53,7 +53,7 @@ RowGradients ragged_scores_backward_meta(const Tensor& grad, const Tensor& input
 class RaggedScores : public torch::autograd::Function<RaggedScores> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids,
-                        const Tensor& offsets, bool sparse_grad) {
+                        const Tensor& offsets, std::optional<bool> sparse_grad) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({input, weight, ids, offsets});
     ctx->saved_data["sparse_grad"] = sparse_grad;
@@ -65,20 +65,20 @@ class RaggedScores : public torch::autograd::Function<RaggedScores> {
     const auto saved = ctx->get_saved_variables();
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
     const auto gradients = call_backward(grads[0], saved[0], saved[1], saved[2], saved[3], wanted);
-    auto result = row_gradients_as_grads(gradients, saved[1].sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
+    auto result = row_gradients_as_grads(gradients, saved[1].sym_size(0), wanted, ctx->saved_data["sparse_grad"].toOptional<bool>());
     result.resize(6);
     return result;
   }
 };
 
 Tensor ragged_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets,
-                              bool sparse_grad) {
+                              std::optional<bool> sparse_grad) {
   check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"ids", &ids}, {"offsets", &offsets}});
   return RaggedScores::apply(input, weight, bias, ids, offsets, sparse_grad);
 }
 
 Tensor ragged_scores_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets,
-                              bool sparse_grad) {
+                              std::optional<bool> sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return ragged_scores(input.to(weight.scalar_type()), weight, same, ids, offsets, sparse_grad);
@@ -86,7 +86,7 @@ Tensor ragged_scores_autocast(const Tensor& input, const Tensor& weight, const O
 
 } // namespace
 
-Tensor ragged_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, bool sparse_grad) {
+Tensor ragged_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, std::optional<bool> sparse_grad) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::ragged_scores", "").typed<decltype(ragged_scores_reference)>();
   return op.call(input, weight, bias, ids, offsets, sparse_grad);
 }
@@ -111,7 +111,7 @@ void check_ragged_scores_backward(const Tensor& grad, const Tensor& input, const
   check::dtype(op, "grad", grad, opmath_dtype(input.scalar_type()));
 }
 
-Tensor ragged_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, bool) {
+Tensor ragged_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, std::optional<bool>) {
   check_ragged_scores(input, weight, bias, ids, offsets);
   const auto dtype = opmath_dtype(input.scalar_type());
   const Tensor query = input.index_select(0, query_of_ids(ids, offsets)).to(dtype);
@@ -146,7 +146,7 @@ RowGradients ragged_scores_backward_reference(const Tensor& grad, const Tensor& 
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("ragged_scores(Tensor input, Tensor weight, Tensor? bias, Tensor ids, Tensor offsets, bool sparse_grad=True) -> Tensor");
+  m.def("ragged_scores(Tensor input, Tensor weight, Tensor? bias, Tensor ids, Tensor offsets, bool? sparse_grad=None) -> Tensor");
   m.def(
       "ragged_scores_backward(Tensor grad, Tensor input, Tensor weight, Tensor ids, Tensor offsets, bool[3] output_mask) "
       "-> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");

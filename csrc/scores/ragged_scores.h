@@ -11,7 +11,7 @@ void check_ragged_scores(const at::Tensor& input, const at::Tensor& weight, cons
 void check_ragged_scores_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& ids, const at::Tensor& offsets);
 
 at::Tensor ragged_scores_reference(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& ids,
-                                   const at::Tensor& offsets, bool sparse_grad);
+                                   const at::Tensor& offsets, std::optional<bool> sparse_grad);
 RowGradients ragged_scores_backward_reference(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& ids,
                                               const at::Tensor& offsets, std::array<bool, 3> output_mask);
 

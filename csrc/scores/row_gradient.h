@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -13,13 +14,22 @@ namespace xsoftmax {
 /// grad_input [Q, D], rows [R], values [R, D], bias values [R]. Parts that are not wanted have size 0.
 using RowGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-/// Empty tensors of those shapes, for R = `rows`. `wanted`: input, weight, bias.
-RowGradients row_gradients_meta(const at::Tensor& input, const c10::SymInt& rows, std::array<bool, 3> wanted);
+/// Empty tensors of those shapes, for R = `rows`. `wanted`: input, weight, bias. table_rows: those of values that stand for each row of a table.
+RowGradients row_gradients_meta(const at::Tensor& input, const c10::SymInt& rows, std::array<bool, 3> wanted,
+                                const std::optional<c10::SymInt>& table_rows = std::nullopt);
 
-/// The gradients of input, weight and bias that autograd takes; undefined where not wanted.
-std::vector<at::Tensor> row_gradients_as_grads(const RowGradients& gradients, const c10::SymInt& num_rows, std::array<bool, 3> wanted, bool sparse);
+/// Whether a gradient of R = `rows` rows of a table of N = `num_rows` is row-sparse: as asked; not asked, where R <= N / 2. More of them cost more than a
+/// dense one: each is written, read when gradients are clipped, and read again by the optimizer, with its index.
+bool is_row_sparse(std::optional<bool> asked, const c10::SymInt& rows, const c10::SymInt& num_rows);
 
-/// (rows, values) as the gradient of a table with `num_rows` rows: sparse COO, or dense. `values` [R, D] or [R].
+/// The gradients of input, weight and bias that autograd takes; undefined where not wanted. sparse_grad: as is_row_sparse takes it.
+std::vector<at::Tensor> row_gradients_as_grads(const RowGradients& gradients, const c10::SymInt& num_rows, std::array<bool, 3> wanted,
+                                               std::optional<bool> sparse_grad = true);
+/// The same where values stand for each row of the table.
+std::vector<at::Tensor> table_gradients_as_grads(const RowGradients& gradients, std::array<bool, 3> wanted);
+
+/// (rows, values) as the gradient of a table with `num_rows` rows: sparse COO, or dense. `values` [R, D] or [R], those of a row in the first of its places,
+/// zeros in the others.
 at::Tensor row_gradient_tensor(const at::Tensor& rows, const at::Tensor& values, const c10::SymInt& num_rows, bool sparse);
 
 /// Sorts rows and sums the values of equal ones into the first, in ATen calls: (sorted rows [R], values [R, ...] with zero rows
@@ -28,6 +38,8 @@ std::tuple<at::Tensor, at::Tensor> sum_equal_rows(const at::Tensor& rows, const 
 /// Where the values of each position go: (sorted rows [R], order [R], first [R]): position order[i] adds to row first[i].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> sort_rows(const at::Tensor& rows);
 
+/// The same gradient with rows [0], values [N, D] and bias values [N], in ATen calls; N = `num_rows`.
+RowGradients in_table(const RowGradients& gradients, int64_t num_rows, std::array<bool, 3> wanted);
 /// The same gradient over at most N = `num_rows` rows, in ATen calls: where R > N, a row for each of the table's.
 RowGradients at_most_rows(const RowGradients& gradients, int64_t num_rows);
 

@@ -73,14 +73,14 @@ RowGradients backward_meta(const Tensor& scale, const Tensor& grad_edges, const 
 }
 
 Tensor loss_only(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent, const Tensor& nodes,
-                 at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, bool) {
+                 at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::optional<bool>) {
   return std::get<0>(call_forward(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, {false, false}));
 }
 
 class HierarchicalSoftmax : public torch::autograd::Function<HierarchicalSoftmax> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                        const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, bool sparse_grad) {
+                        const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::optional<bool> sparse_grad) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const bool want_edges = weight.requires_grad() || (given(bias) && bias->requires_grad());
     auto [loss, grad_input, grad_edges] =
@@ -103,7 +103,7 @@ class HierarchicalSoftmax : public torch::autograd::Function<HierarchicalSoftmax
       const std::array<bool, 3> wanted{false, ctx->needs_input_grad(1), want_bias};
       const auto gradients = call_backward(grad, saved[6], input, weight, saved[2], saved[3], nodes, ctx->saved_data["layer_sizes"].toIntVector(),
                                            ctx->saved_data["group_sizes"].toIntVector(), wanted);
-      result = row_gradients_as_grads(gradients, weight.sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
+      result = row_gradients_as_grads(gradients, weight.sym_size(0), wanted, ctx->saved_data["sparse_grad"].toOptional<bool>());
     }
     if (ctx->needs_input_grad(0)) {
       result[0] = scale_gradient(saved[5], grad.unsqueeze(1), input).to(input.scalar_type());
@@ -114,7 +114,7 @@ class HierarchicalSoftmax : public torch::autograd::Function<HierarchicalSoftmax
 };
 
 Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent,
-                     const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, bool sparse_grad) {
+                     const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::optional<bool> sparse_grad) {
   if (!at::GradMode::is_enabled()) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return hierarchical_softmax(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
@@ -124,7 +124,7 @@ Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTe
 }
 
 Tensor loss_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent,
-                     const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, bool sparse_grad) {
+                     const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::optional<bool> sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return hierarchical_softmax(input.to(weight.scalar_type()), weight, same, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
@@ -189,7 +189,7 @@ std::vector<Layer> layers_of(const Tensor& first_child, const Tensor& parent, co
 } // namespace
 
 Tensor hierarchical_softmax(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent,
-                            const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, bool sparse_grad) {
+                            const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::optional<bool> sparse_grad) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::hierarchical_softmax", "").typed<decltype(hierarchical_softmax)>();
   return op.call(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
 }
@@ -323,7 +323,7 @@ HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def(
       "hierarchical_softmax(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor parent, Tensor nodes, int[] layer_sizes, "
-      "int[] group_sizes, bool sparse_grad=True) -> Tensor");
+      "int[] group_sizes, bool? sparse_grad=None) -> Tensor");
   m.def(
       "hierarchical_softmax_forward(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor parent, Tensor nodes, "
       "int[] layer_sizes, int[] group_sizes, bool[2] output_mask) -> (Tensor loss, Tensor grad_input, Tensor grad_edges)");

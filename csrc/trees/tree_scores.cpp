@@ -36,7 +36,7 @@ RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor
 }
 
 Tensor tree_scores_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
-                        at::IntArrayRef layer_sizes, bool, bool) {
+                        at::IntArrayRef layer_sizes, bool, std::optional<bool>) {
   check_tree_scores(kOp, input, weight, bias, parent, nodes, layer_sizes);
   return at::empty_symint(nodes.sym_sizes(), input.options().dtype(opmath_dtype(input.scalar_type())));
 }
@@ -50,7 +50,7 @@ RowGradients tree_scores_backward_meta(const Tensor& grad, const Tensor& input, 
 class TreeScores : public torch::autograd::Function<TreeScores> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent,
-                        const Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
+                        const Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, std::optional<bool> sparse_grad) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({input, weight, parent, nodes});
     ctx->saved_data["layer_sizes"] = layer_sizes.vec();
@@ -65,20 +65,20 @@ class TreeScores : public torch::autograd::Function<TreeScores> {
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
     const auto gradients = call_backward(grads[0], saved[0], saved[1], saved[2], saved[3], ctx->saved_data["layer_sizes"].toIntVector(),
                                          ctx->saved_data["differences_only"].toBool(), wanted);
-    auto result = row_gradients_as_grads(gradients, saved[1].sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
+    auto result = row_gradients_as_grads(gradients, saved[1].sym_size(0), wanted, ctx->saved_data["sparse_grad"].toOptional<bool>());
     result.resize(8);
     return result;
   }
 };
 
 Tensor tree_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
-                            at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
+                            at::IntArrayRef layer_sizes, bool differences_only, std::optional<bool> sparse_grad) {
   check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"parent", &parent}, {"nodes", &nodes}});
   return TreeScores::apply(input, weight, bias, parent, nodes, layer_sizes, differences_only, sparse_grad);
 }
 
 Tensor tree_scores_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
-                            at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
+                            at::IntArrayRef layer_sizes, bool differences_only, std::optional<bool> sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return tree_scores(input.to(weight.scalar_type()), weight, same, parent, nodes, layer_sizes, differences_only, sparse_grad);
@@ -115,7 +115,7 @@ Tensor edges_of_paths(const Tensor& parent, const Tensor& nodes, int64_t layers,
 } // namespace
 
 Tensor tree_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
-                   at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
+                   at::IntArrayRef layer_sizes, bool differences_only, std::optional<bool> sparse_grad) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::tree_scores", "").typed<decltype(tree_scores_reference)>();
   return op.call(input, weight, bias, parent, nodes, layer_sizes, differences_only, sparse_grad);
 }
@@ -187,7 +187,7 @@ Tensor all_edge_scores(const Tensor& input, const Tensor& weight, const Optional
 }
 
 Tensor tree_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
-                             at::IntArrayRef layer_sizes, bool differences_only, bool) {
+                             at::IntArrayRef layer_sizes, bool differences_only, std::optional<bool>) {
   check_tree_scores(kOp, input, weight, bias, parent, nodes, layer_sizes);
   check_paths(kOp, parent, nodes);
   const Tensor edges = edges_of_paths(parent, nodes, int64_t(layer_sizes.size()), differences_only);
@@ -243,7 +243,7 @@ RowGradients compact_edge_gradient(const Tensor& edges, const Tensor& coefficien
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def(
       "tree_scores(Tensor input, Tensor weight, Tensor? bias, Tensor parent, Tensor nodes, int[] layer_sizes, "
-      "bool differences_only=False, bool sparse_grad=True) -> Tensor");
+      "bool differences_only=False, bool? sparse_grad=None) -> Tensor");
   m.def(
       "tree_scores_backward(Tensor grad, Tensor input, Tensor weight, Tensor parent, Tensor nodes, int[] layer_sizes, "
       "bool differences_only, bool[3] output_mask) -> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");

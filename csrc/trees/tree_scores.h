@@ -24,7 +24,7 @@ namespace xsoftmax {
 // scores in float32 or float64. Backward: grad_input [Q, D] and a row-sparse gradient of the edges over
 // R = sum(min(Q P, size) for size in layer_sizes) rows: the edges that are touched, once each, then the last again with zeros.
 at::Tensor tree_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& parent,
-                       const at::Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad);
+                       const at::Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, std::optional<bool> sparse_grad);
 
 /// A tensor of a tree: one dimension of `size`, int64, on input's device.
 void check_nodes(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& input, const c10::SymInt& size);
@@ -64,7 +64,7 @@ RowGradients compact_edge_gradient(const at::Tensor& edges, const at::Tensor& co
 
 /// The composites in ATen calls: any device, and the oracle of the tests.
 at::Tensor tree_scores_reference(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& parent,
-                                 const at::Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad);
+                                 const at::Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, std::optional<bool> sparse_grad);
 RowGradients tree_scores_backward_reference(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& parent,
                                             const at::Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, std::array<bool, 3> output_mask);
 

@@ -142,7 +142,7 @@ struct Tree {
 };
 
 Tensor tree_scores_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
-                       at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
+                       at::IntArrayRef layer_sizes, bool differences_only, std::optional<bool> sparse_grad) {
   constexpr const char* op = "tree_scores";
   check_tree_scores(op, input, weight, bias, parent, nodes, layer_sizes);
   const Tree tree(op, weight, parent, nodes, layer_sizes, differences_only);

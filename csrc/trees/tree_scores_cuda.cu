@@ -139,7 +139,7 @@ Paths paths_of(const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_
 }
 
 Tensor tree_scores_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
-                        at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
+                        at::IntArrayRef layer_sizes, bool differences_only, std::optional<bool> sparse_grad) {
   check_tree_scores("tree_scores", input, weight, bias, parent, nodes, layer_sizes);
   const c10::cuda::CUDAGuard guard(input.device());
   if (use_reference()) {

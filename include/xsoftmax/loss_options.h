@@ -123,8 +123,9 @@ struct ExactPositivesOptions : CrossEntropyOptions, PositivesOptions {
 
 /// What sampled_softmax_loss takes.
 struct SampledSoftmaxOptions : EstimatorOptions, ReductionOptions, PositivesOptions, LogitOptions {
-  bool sparse_grad = true; ///< the gradient of the table is row-sparse, with a static number of rows; false: dense
-  double z_loss = 0.0;     ///< at least 0: adds z_loss * (estimated log normaliser)^2 to the loss of each query
+  /// The gradient of the table is row-sparse, with a static number of rows R; false: dense; none: row-sparse where R is at most half of the table's rows.
+  std::optional<bool> sparse_grad = std::nullopt;
+  double z_loss = 0.0; ///< at least 0: adds z_loss * (estimated log normaliser)^2 to the loss of each query
 
   template <typename Visitor>
   void visit(Visitor& visitor) {

@@ -46,7 +46,7 @@ struct SamplingOptions {
                                               ///< draws from the others, or, where it cannot leave classes out, the counts add up
   double log_z = 0.0;                         ///< of "nce", by which all scores are lowered
   bool learn_log_z = false;                   ///< it is a parameter, `log_z`, which begins there
-  bool sparse_grad = true;                    ///< row-sparse gradient of the table
+  std::optional<bool> sparse_grad = std::nullopt; ///< row-sparse gradient of the table, or dense; none: what costs less
   std::optional<int64_t> num_samples = std::nullopt; ///< of a sampler that is named: draws for the batch (shared) or for each query
   std::optional<bool> shared = std::nullopt;         ///< of a sampler that is named; none: as suits it
 };
@@ -221,7 +221,7 @@ struct CaneOptions {
   int64_t num_noises = 1;                     ///< for each query, from outside the candidates
   samplers::Sampler noise_sampler = {}; ///< private independent draws, tries * num_noises of them; none: uniform
   std::string noise_reduction = "mean_of_logs";                   ///< or "log_of_mean"
-  bool sparse_grad = true;                    ///< row-sparse gradient of the table
+  std::optional<bool> sparse_grad = std::nullopt; ///< row-sparse gradient of the table, or dense; none: what costs less
 };
 
 /// Candidates against noises (Han et al., 2018, Algorithm 1) in train(), the exact loss in eval(). No label smoothing.

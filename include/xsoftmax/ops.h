@@ -28,9 +28,10 @@ void init();
 ///
 /// Backward: grad_input [Q, D] and one row-sparse gradient for weight (and bias) with R = Q P + S rows whatever the ids are: rows
 /// [R] sorted, values [R, D]; the gradient of a class is summed into its first row, its other rows are zero. As the `.grad` of
-/// weight: sparse COO with these rows (sparse_grad), or dense.
+/// weight: sparse COO with these rows (sparse_grad true), or dense (false); none: sparse where R <= N / 2.
 at::Tensor candidate_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                            const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids, bool sparse_grad = true);
+                            const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids,
+                            std::optional<bool> sparse_grad = std::nullopt);
 
 /// ragged_scores: candidate_scores with a number of private candidates of its own for each query.
 ///
@@ -41,7 +42,7 @@ at::Tensor candidate_scores(const at::Tensor& input, const at::Tensor& weight, c
 /// offsets[q + 1] - 1; offsets [Q + 1] int64 from 0 to T, never falling. Returns [T] in float32, or float64 for float64 inputs.
 /// Backward as that of candidate_scores, with R = min(T, N) rows, rising.
 at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& ids,
-                         const at::Tensor& offsets, bool sparse_grad = true);
+                         const at::Tensor& offsets, std::optional<bool> sparse_grad = std::nullopt);
 
 /// candidate_loss: the loss of each query from the scores of its target and of its candidates, which stand in `sets` (xsoftmax/candidates.h).
 ///

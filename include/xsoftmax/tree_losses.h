@@ -12,7 +12,7 @@ namespace xsoftmax {
 
 /// What hierarchical_softmax_loss takes.
 struct HierarchicalSoftmaxOptions : ReductionOptions {
-  bool sparse_grad = true; ///< the gradient of the edges is row-sparse, with a static number of rows; false: dense
+  std::optional<bool> sparse_grad = std::nullopt; ///< of the edges, as of the table in SampledSoftmaxOptions
 
   template <typename Visitor>
   void visit(Visitor& visitor) {
@@ -66,7 +66,7 @@ class TreeLossImpl : public TableLossImpl {
 /// Hierarchical softmax over any tree (Morin and Bengio, 2005): exact and normalised, O(depth * arity) a query.
 class HierarchicalSoftmaxLossImpl : public TreeLossImpl {
  public:
-  HierarchicalSoftmaxLossImpl(int64_t in_features, LabelTree tree, const LossOptions& options = {}, bool sparse_grad = true);
+  HierarchicalSoftmaxLossImpl(int64_t in_features, LabelTree tree, const LossOptions& options = {}, std::optional<bool> sparse_grad = std::nullopt);
   torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target);
   /// The loss itself, which is exact.
   torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target) const;
@@ -81,7 +81,7 @@ class HierarchicalSoftmaxLossImpl : public TreeLossImpl {
 class HierarchicalSoftmaxLoss : public Holder<HierarchicalSoftmaxLossImpl> {
  public:
   using Holder::Holder;
-  HierarchicalSoftmaxLoss(int64_t in_features, LabelTree tree, const LossOptions& options = {}, bool sparse_grad = true)
+  HierarchicalSoftmaxLoss(int64_t in_features, LabelTree tree, const LossOptions& options = {}, std::optional<bool> sparse_grad = std::nullopt)
       : Holder(std::make_shared<Impl>(in_features, std::move(tree), options, sparse_grad)) {}
   explicit HierarchicalSoftmaxLoss(...) = delete; // expected: in_features, LabelTree[, LossOptions[, sparse_grad]]
 };
@@ -94,7 +94,7 @@ struct BeamTreeOptions {
   std::string noise_reduction = "mean_of_logs";                   ///< or "log_of_mean"
   bool routed = false;          ///< candidates drawn from the best subset of a tree of one layer of subsets
   std::optional<int64_t> balance_every = std::nullopt; ///< steps; none: 100, more for large trees; 0: never
-  bool sparse_grad = true;
+  std::optional<bool> sparse_grad = std::nullopt; ///< as in SampledSoftmaxOptions
 };
 
 /// The beam tree (Han et al., 2018, Algorithm 2): CANE in train(), whose candidates a beam search finds; in eval() the exact loss over all paths.

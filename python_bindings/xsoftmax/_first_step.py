@@ -100,13 +100,18 @@ def _check_gradients(optimizer: torch.optim.Optimizer, stepped: List[Tuple[Dict[
                 warnings.warn(f"{name}: the state of a parameter of shape {list(param.shape)} is that of dense gradients, as torch.optim keeps it, so each "
                               "step costs all of its rows. Begin with fresh state of this optimizer to step only the rows that have a gradient", stacklevel=5)
         elif id(param) in tables and not hasattr(param.grad, "full_tensor"):
-            dense = dense or (param, tables[id(param)])
+            if isinstance(optimizer, torch.optim.SparseAdam):
+                raise RuntimeError(f"{name}: expected row-sparse gradients, got a dense one of a parameter of shape {list(param.shape)}: make the loss with "
+                                   "sparse_grad=True (an nn.Embedding with sparse=True), or use xs.optim.RowAdam, which takes both")
+            if tables[id(param)].sparse_grad or _has_few_rows(param.grad):
+                dense = dense or (param, tables[id(param)])
     if row_optimizer(type(optimizer)) is None and hasattr(optimizer, "flush"):
         _hint_at_embeddings(name, [param for _, param in stepped])
     if dense is not None:
-        warnings.warn(f"{dense[1]._name}: expected a row-sparse gradient of its table of shape {list(dense[0].shape)}, since sparse_grad=True, got a dense "
-                      "one, so each step costs all rows. What else uses the table gives it a dense gradient: make an nn.Embedding that is tied to it with "
-                      "sparse=True", stacklevel=5)
+        why = "since sparse_grad=True" if dense[1].sparse_grad else "of which most rows are zero"
+        warnings.warn(f"{dense[1]._name}: expected a row-sparse gradient of its table of shape {list(dense[0].shape)}, {why}, got a dense one, so each step "
+                      "costs all rows. What else uses the table gives it a dense gradient: make an nn.Embedding that is tied to it with sparse=True"
+                      + ("" if dense[1].sparse_grad else ". If nothing else uses it, make the loss with sparse_grad=True"), stacklevel=5)
 
 
 def _refuse_row_state(optimizer: torch.optim.Optimizer) -> None:
@@ -133,16 +138,19 @@ def _refuse_row_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
+def _has_few_rows(grad: torch.Tensor) -> bool:
+    """Whether a dense gradient of many rows is zero in most of them."""
+    if grad.dim() != 2 or len(grad) < _MANY_ROWS or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    share = grad[::len(grad) // 4096].ne(0).any(1).double().mean()  # of some rows: a step reads all of them anyway, but needs no copy
+    return bool((share < 0.5) & grad.any())
+
+
 def _hint_at_embeddings(name: str, params: List[Any]) -> None:
     """Warns of the first of many rows whose dense gradient has few that are not zero, as an nn.Embedding makes it."""
     known = {id(table) for module in list(_hooks.table_modules) for table in module._tables() if table is not None}
     for param in params:
-        grad = param.grad
-        if (grad.layout != torch.strided or grad.dim() != 2 or len(grad) < _MANY_ROWS or id(param) in known or hasattr(grad, "full_tensor")
-                or (grad.is_cuda and torch.cuda.is_current_stream_capturing())):
-            continue
-        share = grad[::len(grad) // 4096].ne(0).any(1).double().mean()  # of some rows: a step reads all of them anyway, but needs no copy
-        if bool((share < 0.5) & grad.any()):
+        if id(param) not in known and param.grad.layout == torch.strided and not hasattr(param.grad, "full_tensor") and _has_few_rows(param.grad):
             warnings.warn(f"{name}: a parameter of shape {list(param.shape)} has a dense gradient, most of whose rows are zero, so each step costs all of "
                           "its rows. If it is that of an nn.Embedding, make it nn.Embedding(..., sparse=True), or set embedding.sparse = True: a step then "
                           "costs the rows that have a gradient", stacklevel=6)

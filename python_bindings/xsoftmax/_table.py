@@ -31,7 +31,7 @@ class TableModule(Module):
     _class_table = LOCAL
 
     def _init_table(self, in_features: int, num_classes: int, *, reduction: str, weight: Optional[Numbers] = None, ignore_index: int = -100,
-                    sparse_grad: bool = True) -> None:
+                    sparse_grad: Optional[bool] = None) -> None:
         self._name = name = type(self).__name__
         self.in_features = check_count(name, "in_features", in_features, 0)
         self.num_classes = check_count(name, "num_classes", num_classes, 1)
@@ -57,7 +57,7 @@ class TableModule(Module):
             return check_reduction(self._name, value)
         if name == "ignore_index":
             return check_count(self._name, name, value, None)
-        if name in ("sparse_grad", "remove_accidental_hits"):
+        if name == "remove_accidental_hits" or (name == "sparse_grad" and value is not None):
             return check_bool(self._name, name, value)
         if name == "estimator":
             check_estimator(self._name, value, self.__dict__.get("label_smoothing", 0.0))
@@ -93,14 +93,8 @@ class TableModule(Module):
             settle(table)
 
     def _row_gradients(self) -> bool:
-        """Whether the gradients of its tables are row-sparse in training."""
-        return self.sparse_grad
-
-    def _mark_tables(self) -> None:
-        """For row optimizers whose first gradient does not say so (RowOptimizer.step)."""
-        for table in self._tables():
-            if table is not None:
-                table._row_gradients = self._row_gradients()  # type: ignore[attr-defined]
+        """Whether the gradients of its tables may be row-sparse in training."""
+        return self.sparse_grad is not False
 
     def train(self, mode: bool = True) -> "TableModule":
         if not mode:
@@ -203,7 +197,7 @@ class TableModule(Module):
 
     def _check_step(self) -> None:
         if not torch.jit.is_scripting():
-            if self.sparse_grad and not torch.compiler.is_compiling():
+            if self.sparse_grad is not False and not torch.compiler.is_compiling():
                 refuse_parametrized(self)
                 refuse_data_parallel(self._name, self._tables())
                 self._class_table.check(self._name, self._tables())
@@ -251,7 +245,7 @@ def refuse_parametrized(module: nn.Module) -> None:
         parametrizations: Any = child._modules.get("parametrizations") if isinstance(child, nn.Linear) else None
         if parametrizations is not None:
             raise ValueError(f"{module._name}: expected a table without parametrization for "
-                             f"sparse_grad=True, got {name} with one "
+                             f"sparse_grad={module.sparse_grad}, got {name} with one "
                              f"({', '.join(parametrizations)}): make the loss with "
                              "sparse_grad=False")
 
@@ -262,7 +256,7 @@ def refuse_data_parallel(owner: str, tables: List[Optional[Tensor]]) -> None:
     if active is not None and any(parameter is table for table in tables for parameter in active._module_parameters):
         raise RuntimeError(f"{owner}: expected a table with sparse_grad=False under "
                            "DistributedDataParallel, which cannot reduce row-sparse gradients, "
-                           "got True: call xs.distributed.replicate(model) or "
+                           "got None or True: call xs.distributed.replicate(model) or "
                            "shard_classes(model) before DistributedDataParallel(model)")
 
 
@@ -300,7 +294,6 @@ def flattened(input: Tensor) -> Tensor:
 
 def _settle_before(module: TableModule, *_: Any) -> None:
     module.settle()
-    module._mark_tables()
 
 
 def _settle_linear(linear: nn.Linear, *_: Any) -> None:

@@ -47,6 +47,9 @@ class Choice:
     """What the rows are ranked by (:func:`advise`)."""
     draws: int
     """How many steps were measured, 0 where the time was extrapolated from a part of the batch."""
+    gradient: str
+    """The form of the table's gradient for this batch: "row-sparse" or "dense", which optimizers of :mod:`xsoftmax.optim` both take. Empty where the
+    table was not trained."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +73,9 @@ class Advice:
         return self.rows[0]
 
     def _table(self) -> Iterator[Tuple[str, ...]]:
-        yield "", "loss", "ms a step", "bias", "noise", "error"
+        yield "", "loss", "ms a step", "bias", "noise", "error", "gradient"
         for place, row in enumerate(self.rows, 1):
-            yield str(place), row.name, ("" if row.draws else "~") + f"{row.ms:.3g}", f"{row.bias:.3f}", f"{row.noise:.3f}", f"{row.error:.3f}"
+            yield str(place), row.name, ("" if row.draws else "~") + f"{row.ms:.3g}", f"{row.bias:.3f}", f"{row.noise:.3f}", f"{row.error:.3f}", row.gradient
 
     def _heading(self) -> str:
         return f"error of the gradient after {self.budget_ms:.3g} ms of training ({self.queries} queries, {self.threads} threads)"
@@ -230,8 +233,8 @@ class _Plan:
             text += f", head_classes={self.head}" if falling else f", head_classes=counts.topk({self.head}).indices"
         if self.estimator is not None:
             text += f', estimator="{self.estimator}"'
-        if not owner.sparse_grad:
-            text += ", sparse_grad=False"
+        if owner.sparse_grad is not None:
+            text += f", sparse_grad={owner.sparse_grad}"
         return f"loss = xs.SampledSoftmaxLoss.from_linear(loss.linear, {text}{_shared_options(owner)})"
 
     def make(self, owner: LinearLoss, linear: nn.Linear, counts: Optional[Tensor], falling: bool) -> SampledSoftmaxLoss:
@@ -299,6 +302,7 @@ class _Run:
         self.name, self.code, self.loss, self.refresh_seconds = name, code, loss, refresh_seconds
         self.errors = [GradientError(reference) for reference in references]
         self.seconds: List[float] = []
+        self.gradient = ""
         every = max((_refresh_every(part) for part in loss.sampler.modules()), default=0)
         self.refresh_ms = 1e3 * refresh_seconds / every if every else 0.0
 
@@ -356,14 +360,14 @@ class _Bench:
             return self.whole[0][some], self.whole[1][some]
 
         self.part = part_of(min(_FIRST, len(mixed)))
-        self.references, spent = self._step(exact, *self.part, self.trains_exact)
+        self.references, spent, _ = self._step(exact, *self.part, self.trains_exact)
         self.exact_steps, rate = 0, spent / len(self.part[0])
         for allowed in (0.25, 0.15):  # a step on 4 times as many queries, then one on as many as fit
             size = min(len(mixed), 4 * _FIRST if allowed == 0.25 else len(self.part[0]) + int(max(0.15 * self.seconds - spent, 0.0) / rate))
             if size <= len(self.part[0]) or spent + rate * (size - len(self.part[0])) > allowed * self.seconds:
                 continue
             before, fewer, self.part = spent, len(self.part[0]), part_of(size)
-            self.references, spent = self._step(exact, *self.part, self.trains_exact)
+            self.references, spent, _ = self._step(exact, *self.part, self.trains_exact)
             # At least a quarter: the first step is the slowest, since memory is new to it.
             rate = max(spent - before, 0.25 * spent) / (size - fewer)
         if not self.references[0].double().norm() > 0:
@@ -377,8 +381,8 @@ class _Bench:
             times = [self._step(exact, *self.whole, self.trains_exact)[1] for _ in range(min(5, max(2, int(0.05 * self.seconds / spent))))]
             self.exact_steps, self.exact_ms = len(times), 1e3 * statistics.median(times)
 
-    def _step(self, loss: LinearLoss, input: Tensor, target: Tensor, table: bool = True) -> Tuple[List[Tensor], float]:
-        """The gradient of input and, with table, a projection of that of the table; the seconds of the step."""
+    def _step(self, loss: LinearLoss, input: Tensor, target: Tensor, table: bool = True) -> Tuple[List[Tensor], float, str]:
+        """The gradient of input and, with table, a projection of that of the table; the seconds of the step; the form of the table's gradient."""
         leaf = input.clone().requires_grad_()
         tables = [part for part in (self.linear.weight, self.linear.bias) if part is not None]
         for part in tables:
@@ -389,7 +393,8 @@ class _Bench:
         gradients = torch.autograd.grad(value, [leaf, *tables] if table else [leaf])
         _synchronize(leaf)
         seconds = time.perf_counter() - start
-        return [gradients[0], *([self._projection(gradients[1])] if table else [])], seconds
+        form = "" if not table else "row-sparse" if gradients[1].is_sparse else "dense"
+        return [gradients[0], *([self._projection(gradients[1])] if table else [])], seconds, form
 
     def _projection(self, gradient: Tensor) -> Tensor:
         """A number a class, by random signs of the features: its norm is about that of the gradient."""
@@ -452,10 +457,10 @@ class _Bench:
             for run in self.runs:
                 if self.left() < 0 or run.seconds and self.left() < 2 * min(run.seconds):
                     continue
-                gradients, seconds = self._step(run.loss, *self.whole, self.trains_exact)
+                gradients, seconds, run.gradient = self._step(run.loss, *self.whole, self.trains_exact)
                 run.seconds.append(seconds)
                 if self.part is not self.whole:
-                    gradients, _ = self._step(run.loss, *self.part, self.trains_exact)
+                    gradients, _, _ = self._step(run.loss, *self.part, self.trains_exact)
                 for error, gradient in zip(run.errors, gradients):
                     error.add(gradient)
         for run in self.runs:
@@ -467,12 +472,12 @@ class _Bench:
         measured = []
         if self.trains_exact:
             code = f"loss = xs.LinearCrossEntropyLoss.from_linear(loss.linear{_shared_options(self.owner)})"
-            measured.append(("exact", code, self.exact_ms, 0.0, 0.0, self.exact_steps))
-        measured += [(run.name, run.code, run.ms(), *run.distance(), run.steps()) for run in self.runs if run.steps() >= 2]
+            measured.append(("exact", code, self.exact_ms, 0.0, 0.0, self.exact_steps, "dense"))
+        measured += [(run.name, run.code, run.ms(), *run.distance(), run.steps(), run.gradient) for run in self.runs if run.steps() >= 2]
         if not any(run.steps() >= 2 for run in self.runs) and (self.runs or not measured):
             raise RuntimeError(f"advise: expected more than {self.seconds:g} seconds, in which no sampled loss took two steps")
-        rows = [Choice(name, code, ms, bias, noise, math.sqrt(bias**2 + (1 + noise**2) * (ms + model_ms) / budget), draws)
-                for name, code, ms, bias, noise, draws in measured]
+        rows = [Choice(name, code, ms, bias, noise, math.sqrt(bias**2 + (1 + noise**2) * (ms + model_ms) / budget), draws, gradient)
+                for name, code, ms, bias, noise, draws, gradient in measured]
         if self.counts is None:
             self.notes.append("with counts= of the classes, frequent ones could be drawn more often, or always")
         return Advice(sorted(rows, key=lambda row: row.error), budget, len(self.part[0]), torch.get_num_threads(), self.notes)

@@ -91,7 +91,7 @@ class CaneLoss(CandidateLoss):
     def __init__(self, in_features: int, num_classes: int, *, candidates: Union[int, Numbers, Sampler, None] = None, num_noises: int = 1,
                  noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", bias: bool = False,
                  weight: Optional[Numbers] = None, reduction: str = "mean", ignore_index: int = -100, positives: str = "mean", logit_scale: float = 1.0,
-                 softcap: Optional[float] = None, z_loss: float = 0.0, sparse_grad: bool = True, device: Device = None,
+                 softcap: Optional[float] = None, z_loss: float = 0.0, sparse_grad: Optional[bool] = None, device: Device = None,
                  dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index, positives=positives,
                          logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, device=device, dtype=dtype)

@@ -68,7 +68,7 @@ class HierarchicalMatcher(TableModule):
     """
 
     def __init__(self, in_features: int, tree: LabelTree, *, loss: str = "squared_hinge", beam: int = 10, bias: bool = True,
-                 reduction: str = "mean", sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
+                 reduction: str = "mean", sparse_grad: Optional[bool] = None, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
         if not isinstance(tree, LabelTree):
             raise TypeError("HierarchicalMatcher: expected tree as a LabelTree, got "

@@ -86,8 +86,9 @@ class SampledSoftmaxLoss(CandidateLoss):
         head_classes: classes that are always scored: how many of the first ids, or different ids,
             an int64 tensor [H], an array or a list. The sampler then draws from the other
             classes. Where it cannot leave classes out, the expected counts of head and draws add up.
-        sparse_grad: True: the gradient of the table is sparse COO with a static number of rows, for xsoftmax.optim and for torch.optim.SGD, Adagrad and
-            SparseAdam. False: it is dense.
+        sparse_grad: True: the gradient of the table is sparse COO with a static number of rows R, one for each target, each private candidate and each shared
+            one, for xsoftmax.optim and for torch.optim.SGD, Adagrad and SparseAdam. False: it is dense. None: what costs less, sparse where R is at most half
+            of the table's rows. Optimizers of xsoftmax.optim, SGD and Adagrad take either; torch.optim.SparseAdam needs True, and the others False.
         device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
 
     Shapes and dtypes are those of :class:`LinearCrossEntropyLoss`: input [*, D], target int64 [*]
@@ -110,7 +111,7 @@ class SampledSoftmaxLoss(CandidateLoss):
                  shared: Optional[bool] = None, estimator: Optional[str] = None, remove_accidental_hits: bool = True,
                  log_z: Union[float, str] = 0.0, bias: bool = False, weight: Optional[Numbers] = None, reduction: str = "mean",
                  ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", logit_scale: float = 1.0,
-                 softcap: Optional[float] = None, z_loss: float = 0.0, head_classes: Union[int, Numbers] = 0, sparse_grad: bool = True,
+                 softcap: Optional[float] = None, z_loss: float = 0.0, head_classes: Union[int, Numbers] = 0, sparse_grad: Optional[bool] = None,
                  device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
                          label_smoothing=label_smoothing, positives=positives, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, device=device,

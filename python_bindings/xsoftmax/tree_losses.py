@@ -25,7 +25,7 @@ class TreeLoss(TableModule):
     _optional_state = ("steps", "noise.")
 
     def __init__(self, in_features: int, tree: LabelTree, *, bias: bool = False, weight: Optional[Numbers] = None, reduction: str = "mean",
-                 ignore_index: int = -100, sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
+                 ignore_index: int = -100, sparse_grad: Optional[bool] = None, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
         if not isinstance(tree, LabelTree):
             raise TypeError(f"{type(self).__name__}: expected tree as a LabelTree, such as "
@@ -102,7 +102,7 @@ class BeamTreeLoss(TreeLoss):
     def __init__(self, in_features: int, tree: LabelTree, *, num_candidates: int, num_noises: int, beam: Optional[int] = None,
                  noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", routed: bool = False,
                  balance_every: Optional[int] = None, bias: bool = False, weight: Optional[Numbers] = None, reduction: str = "mean",
-                 ignore_index: int = -100, sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
+                 ignore_index: int = -100, sparse_grad: Optional[bool] = None, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, tree, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
                          sparse_grad=sparse_grad, device=device, dtype=dtype)
         name = self._name
@@ -354,7 +354,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
     """
 
     def __init__(self, in_features: int, tree: LabelTree, *, bias: bool = False, weight: Optional[Numbers] = None, reduction: str = "mean",
-                 ignore_index: int = -100, sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
+                 ignore_index: int = -100, sparse_grad: Optional[bool] = None, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, tree, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index, sparse_grad=sparse_grad,
                          device=device, dtype=dtype)
         self._init_options()

@@ -62,7 +62,7 @@ class ScoresOfAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, weight: Tensor, bias: Optional[Tensor], everyone: Tensor, counts: Tensor, private: Tensor, shared: Optional[Tensor],
-                batch: Ragged, sparse_grad: bool) -> Tensor:
+                batch: Ragged, sparse_grad: Optional[bool]) -> Tensor:
         ctx.save_for_backward(everyone.to(weight.dtype), weight, counts, private, shared)  # as autocast has it
         ctx.batch, ctx.dtype, ctx.sparse_grad = batch, queries.dtype, sparse_grad
         if len(weight) == 0:  # a rank without classes takes part in the exchange all the same
@@ -74,11 +74,12 @@ class ScoresOfAll(torch.autograd.Function):
         everyone, weight, counts, private, shared = ctx.saved_tensors
         of_queries, *of_table = ctx.needs_input_grad[:3]
         finish, result = None, [None] * 9
+        dense = not is_row_sparse(ctx.sparse_grad, private.numel() + (0 if shared is None else len(shared)), len(weight))
 
         def gradients(*wanted: bool) -> Any:
             if len(weight) == 0:
                 return torch.zeros_like(everyone), private.new_empty(0), weight.new_empty(weight.shape), weight.new_empty(0)
-            return torch.ops.xsoftmax.candidate_scores_backward(grad, everyone, weight, private, shared, wanted, None)
+            return torch.ops.xsoftmax.candidate_scores_backward(grad, everyone, weight, private, shared, wanted, None, dense)
 
         if of_queries:
             of_everyone = gradients(True, False, False)[0].to(ctx.dtype)
@@ -87,7 +88,7 @@ class ScoresOfAll(torch.autograd.Function):
             _, rows, *values = gradients(False, *of_table)
             for i, wanted in enumerate(of_table):
                 if wanted:
-                    result[1 + i] = row_gradient(rows, values[i], len(weight), ctx.sparse_grad)  # type: ignore[call-overload]
+                    result[1 + i] = values[i] if dense else row_gradient(rows, values[i], len(weight), True)  # type: ignore[call-overload]
         if finish is not None:
             result[0] = finish().sum(0)
         return tuple(result)
@@ -175,7 +176,7 @@ class FetchRows(torch.autograd.Function):
     dense, from all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, requests: Requests, sparse_grad: bool) -> Tensor:
+    def forward(ctx: Any, table: Tensor, requests: Requests, sparse_grad: Optional[bool]) -> Tensor:
         ctx.requests, ctx.shape, ctx.sparse_grad = requests, table.shape, sparse_grad
         return requests.answer(table.index_select(0, requests.numbers))
 
@@ -184,10 +185,15 @@ class FetchRows(torch.autograd.Function):
         return row_gradient(ctx.requests.numbers, ctx.requests.give_back(grad), ctx.shape[0], ctx.sparse_grad), None, None
 
 
-def row_gradient(rows: Tensor, values: Tensor, num_rows: int, sparse: bool) -> Tensor:
+def is_row_sparse(asked: Optional[bool], rows: int, num_rows: int) -> bool:
+    """Whether a gradient of some rows of a table is row-sparse: as asked, or as sparse_grad=None has it."""
+    return 2 * rows <= num_rows if asked is None else asked
+
+
+def row_gradient(rows: Tensor, values: Tensor, num_rows: int, sparse: Optional[bool]) -> Tensor:
     """Of a table, from those of some rows, of which some may stand twice."""
     grad = torch.sparse_coo_tensor(rows[None], values, [num_rows, *values.shape[1:]], check_invariants=False)
-    return grad if sparse else grad.to_dense()
+    return grad if is_row_sparse(sparse, len(rows), num_rows) else grad.to_dense()
 
 
 def row_requests(owner: str, argument: str, classes: Tensor, shards: ClassShards) -> Requests:

@@ -49,7 +49,6 @@ class ShardedLoss(LinearLoss):
                 linear.reset_parameters()
             self.to(linear.weight.device)
         self._register_state_dict_hook(_as_dtensors)
-        self._mark_tables()
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
         for name, table in self.linear.named_parameters():

@@ -69,7 +69,8 @@ def replicate_tables(owner: str, tables: List[TableModule], group: dist.ProcessG
         table.settle()
         broadcast([*table.parameters(), *table.buffers()], group)
         count_over(table, group)
-        table._mark_tables()
+        if table.sparse_grad is None:
+            table.sparse_grad = True  # ranks whose batches differ in size could disagree on the form, and an exchange of rows waits for all of them
         attach(ReplicatedTable(table._name, table, group), table)
 
 
@@ -79,7 +80,7 @@ def replicate(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.Module:
     DistributedDataParallel and ``fully_shard`` know no row-sparse gradients of tables; their dense ones cost O(N). Here the rows that have a
     gradient travel: a rank receives ``(W - 1) R (D e + 8)`` bytes a step, R different rows of a rank and e bytes a number, whatever N is. Since all
     ranks sum the same rows in the same order, their tables stay equal bit for bit. A dense gradient (``sparse_grad=False``, the exact loss) is
-    all-reduced. The encoder is left to others::
+    all-reduced; ``sparse_grad=None`` becomes True. The encoder is left to others::
 
         model = xs.distributed.replicate(model)                              # before DistributedDataParallel, which then leaves tables out
         model = torch.nn.parallel.DistributedDataParallel(model)

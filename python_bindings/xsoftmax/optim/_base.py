@@ -40,12 +40,6 @@ def _spread(param: Any, tensor: Tensor) -> Any:
     return type(param).from_local(tensor, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
-def _is_of_no_step(group: Dict[str, Any], param: Any) -> bool:
-    """Whether a table with row-sparse gradients is shown a dense one of zeros at a learning rate of zero: so torch.distributed.checkpoint.state_dict
-    has an optimizer make the state that it will load."""
-    return getattr(param, "_row_gradients", False) and group["lr"] == 0 and not param.grad.any()
-
-
 def _is_fixed(value: Any) -> bool:
     return all(map(_is_fixed, value)) if type(value) is tuple else value is None or type(value) in (bool, int, float, str, torch.dtype)
 
@@ -185,7 +179,9 @@ class RowOptimizer(torch.optim.Optimizer):
                 if is_sparse and (not state or grad.layout != torch.sparse_coo):
                     sparse_rows(self._name, param, grad)  # which says what is wrong
                 if not state:
-                    keeps_rows = is_sparse or _is_of_no_step(group, param)
+                    # A table may have gradients of both kinds, and torch.distributed.checkpoint shows it a dense one of zeros, so that an optimizer makes
+                    # the state that is loaded next.
+                    keeps_rows = is_sparse or id(param) in _first_step.row_sparse_tables()
                     made = self._call("_state", _local(param), keeps_rows, text)
                     state = fresh[param] = {name: _spread(param, tensor) for name, tensor in zip(self._state_names, made)}
                 params.append(_local(param))
