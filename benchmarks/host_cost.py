@@ -1,12 +1,17 @@
 """Measures the host time of a training step, and counts its operator calls, on shapes with almost nothing to compute.
 
-    python benchmarks/host_cost.py [--threads 1] [--repeats 201] [--only calls,time] [--json [FILE]]
+    python benchmarks/host_cost.py [--threads 1] [--repeats 201] [--only calls,time,launches] [--json [FILE]]
 
 A step is the forward pass, the backward pass, the optimizer's step and the clearing of gradients. Q 4, N 1,000, D 8: on such shapes
 a step is host time alone. Calls are those of operators of ATen and of xsoftmax that torch.profiler counts on the CPU. The rival is
 nn.Linear + nn.CrossEntropyLoss + SGD on the same shapes, eager.
+
+Launches are counted where CUDA is: kernels, copies and fills of torch.profiler. Without a device they are those of the library's kernels on the
+emulator of tests/cuda_emulation, where XSOFTMAX_EMULATE_LIBRARY names it, and a call of each operator of ATen that computes something, which may
+launch more than one.
 """
 
+import os
 from typing import Callable
 
 import torch
@@ -80,7 +85,51 @@ def bench_time(args) -> list[dict]:
     return [{"figure": name, "value": round(seconds / rival, 3), "medians": f"{1e6 * seconds:.0f} us"} for name, seconds in medians.items()]
 
 
-BENCHES = {"calls": bench_calls, "time": bench_time}
+# Operators of ATen that launch nothing: they make or look at a tensor's sizes, or memory without values.
+NO_LAUNCH = {f"aten::{name}" for name in (
+    "_indices", "_sparse_coo_tensor_unsafe", "_sparse_coo_tensor_with_dims_and_tensors", "_values", "alias", "as_strided", "conj", "detach", "detach_", "empty",
+    "empty_like", "empty_strided", "expand", "expand_as", "flatten", "is_pinned", "narrow", "new_empty", "permute", "reshape", "resize_", "resolve_conj",
+    "resolve_neg", "result_type", "select", "set_", "slice", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "view_as")}
+
+
+def count_launches(step: Step, device: str) -> int:
+    """Of one step: see above."""
+    for _ in range(3):
+        step()
+    if device == "cuda":
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            step()
+            torch.cuda.synchronize()
+        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiled.events())
+    launched = torch.ops.cuda_emulator.launched
+    before = sum(numbers[0] for numbers in launched().values())
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step()
+    kernels = sum(numbers[0] for numbers in launched().values()) - before
+
+    def is_within(event) -> bool:
+        parent = event.cpu_parent
+        return parent is not None and (parent.name.startswith("aten::") or is_within(parent))
+
+    return kernels + sum(event.name.startswith("aten::") and event.name not in NO_LAUNCH and not is_within(event) for event in profiled.events())
+
+
+def bench_launches(args) -> list[dict]:
+    """Launches of a step on CUDA"""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        if "XSOFTMAX_EMULATE_LIBRARY" not in os.environ:
+            print("launches: not counted, since there is neither a CUDA device nor XSOFTMAX_EMULATE_LIBRARY")
+            return []
+        torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
+        torch.ops.cuda_emulator.take_over()
+    with torch.device(device):
+        steps = {"512 uniform, shared": sampled_step(xs.samplers.UniformSampler(CLASSES, 512)),
+                 "20 log-uniform, private": sampled_step(xs.samplers.LogUniformSampler(CLASSES, 20, shared=False))}
+        return [{"figure": name, "value": count_launches(step, device)} for name, step in steps.items()]
+
+
+BENCHES = {"calls": bench_calls, "time": bench_time, "launches": bench_launches}
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ set(XSOFTMAX_SOURCES
   csrc/losses/logit_transform.cpp
   csrc/losses/reduction.cpp
   csrc/losses/sampled_softmax_loss.cpp
+  csrc/losses/beam_tree_step.cpp
   csrc/losses/sampled_step.cpp
   csrc/losses/table_loss_module.cpp
   csrc/losses/several_positives.cpp

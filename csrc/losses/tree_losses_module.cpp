@@ -1,8 +1,10 @@
 #include "core/checks.h"
 #include "samplers/candidate_set.h"
+#include "losses/beam_tree_step.h"
 #include "losses/exclude_topk.h"
 #include "losses/modules.h"
 #include "losses/tree_losses.h"
+#include "samplers/modules.h"
 #include "trees/beam_search.h"
 #include "trees/edge_tables.h"
 #include "trees/hierarchical_softmax.h"
@@ -13,12 +15,11 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/log_softmax.h>
-#include <ATen/ops/randint.h>
 #include <ATen/ops/zeros.h>
 #include <torch/serialize/input-archive.h>
 
+#include <algorithm>
 #include <cmath>
-#include <limits>
 
 namespace xsoftmax::nn {
 
@@ -101,10 +102,10 @@ Tensor HierarchicalSoftmaxLossImpl::log_prob(const Tensor& input) {
 }
 
 BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, const BeamTreeOptions& beam, const LossOptions& options)
-    : TreeLossImpl("BeamTreeLoss", in_features, std::move(given_tree), options), balance_every_(beam.balance_every) {
+    : TreeLossImpl("BeamTreeLoss", in_features, std::move(given_tree), options) {
   TORCH_CHECK_VALUE(beam.num_candidates >= 1, name_, ": expected num_candidates of at least 1, got ", beam.num_candidates);
   TORCH_CHECK_VALUE(beam.num_noises >= 0, name_, ": expected num_noises of at least 0, got ", beam.num_noises);
-  TORCH_CHECK_VALUE(balance_every_.value_or(0) >= 0, name_, ": expected balance_every of at least 0, got ", *balance_every_);
+  TORCH_CHECK_VALUE(beam.balance_every.value_or(0) >= 0, name_, ": expected balance_every of at least 0, got ", *beam.balance_every);
   step_.estimator = cane_estimator(name_, beam.noise_reduction);
   step_.reduction = options.reduction;
   step_.ignore_index = options.ignore_index;
@@ -112,6 +113,8 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
   beam_.num_candidates = std::min(beam.num_candidates, tree->num_classes());
   beam_.beam = std::min(beam.beam.value_or(beam_.num_candidates), tree->num_classes());
   beam_.routed = beam.routed;
+  beam_.balance_every = beam.balance_every.value_or(std::max<int64_t>(100, tree->num_edges() / 500));
+  beam_.balances_16_bits = beam.balance_every.has_value();
   BeamTreeLossImpl::check_tree(tree);
   TORCH_CHECK_VALUE(beam_.beam >= beam_.num_candidates, name_, ": expected beam of at least num_candidates, ", beam_.num_candidates, ", got ", beam_.beam);
   // Nothing is outside all classes; a routed query has those of its own subset alone.
@@ -137,31 +140,18 @@ Tensor BeamTreeLossImpl::forward(const Tensor& input, const Tensor& target, std:
   if (!is_training()) {
     return exact(input, target);
   }
-  const auto [queries, counted] = tree_queries(input, target, edges->weight, bias(), tables(tree), options_.ignore_index);
-  const Tensor found = candidates(queries, generator);
-  const CandidateSet outside = noise->sample_outside(queries, found, counted, generator);
-  const auto [ids, log_count] = present_set(found);
-  count_step(); // nothing below can go wrong
-  return beam_tree_loss(input, edges->weight, bias(), target, tables(tree), tree->layer_sizes, {{ids, log_count, {}, true}, outside}, class_weight(), step_);
-}
-
-void BeamTreeLossImpl::count_step() {
-  const int64_t every = balance_every_.value_or(std::max<int64_t>(100, tree->num_edges() / 500));
-  const auto dtype = edges->weight.scalar_type(); // what the constructor made may have been moved to 16 bits, whose rounding moves scores
-  const bool fine = balance_every_.has_value() || dtype == at::kFloat || dtype == at::kDouble;
-  if (every == 0 || !fine || !at::GradMode::is_enabled() || !edges->weight.requires_grad()) {
-    return;
-  }
-  steps.add_(1);
-  if (steps.item<int64_t>() % every == 0) {
-    balance();
-  }
+  const auto outside = [this](const DrawRequest& request, const Tensor& found) {
+    return noise->sample_outside(request.queries, found, request.target.value_or(Tensor()), request.generator);
+  };
+  const OptionalTensor edge_bias = bias();
+  const TreeTables tree_tables = tables(tree);
+  return beam_tree_step({input, edges->weight, edge_bias, target, tree_tables, tree->layer_sizes, outside, std::move(generator), steps, class_weight()}, step_,
+                        beam_);
 }
 
 Tensor BeamTreeLossImpl::candidates(const Tensor& input, std::optional<at::Generator> generator) const {
   const Tensor queries = as_rows(input).detach();
-  const auto seed =
-      beam_.routed ? optional(at::randint(0, std::numeric_limits<int64_t>::max(), {}, generator, queries.options().dtype(at::kLong))) : std::nullopt;
+  const OptionalTensor seed = beam_.routed ? optional(samplers::draw_seed(queries, generator)) : std::nullopt;
   return beam_tree_candidates(seed, queries, edges->weight, bias(), tables(tree), tree->layer_sizes, beam_).reshape(with_last(input, beam_.num_candidates));
 }
 
@@ -194,11 +184,6 @@ std::tuple<Tensor, Tensor> BeamTreeLossImpl::topk(const Tensor& input, int64_t k
   return without_excluded(name_, input, found, exclude, tree->num_classes(), k);
 }
 
-void BeamTreeLossImpl::balance() {
-  settle(); // a mean of rows that owe different steps would not decay as they do
-  for (const Tensor& table : edges->parameters()) {
-    tree_balance_(table.tensor_data(), tree->first_child, tree->layer_sizes); // unseen by autograd: see balance in tree_losses.h
-  }
-}
+void BeamTreeLossImpl::balance() { balance_edges(edges->weight, bias(), tables(tree), tree->layer_sizes); }
 
 } // namespace xsoftmax::nn

@@ -62,6 +62,9 @@ double clip_grad_norm_(const std::vector<Tensor>& parameters, double max_norm, d
   TORCH_CHECK(!error_if_nonfinite || std::isfinite(norm), "clip_grad_norm_: expected gradients with a finite norm, got a norm of ", norm, " (norm_type ",
               norm_type, ")");
   const Tensor coefficient = torch::clamp(max_norm / (total + 1e-6), std::nullopt, 1.0);
+  if (coefficient.is_cpu() && coefficient.item<double>() == 1) { // no gradient changes
+    return norm;
+  }
   for (const Tensor& param : parameters) {
     if (param.grad().defined()) {
       scale_grad(param.mutable_grad(), coefficient);

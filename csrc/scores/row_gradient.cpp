@@ -28,7 +28,7 @@ RowGradients row_gradients_meta(const at::Tensor& input, const c10::SymInt& rows
           at::empty_symint({want_weight ? values : none, input.sym_size(1)}, input.options()), at::empty_symint({want_bias ? values : none}, input.options())};
 }
 
-bool is_row_sparse(std::optional<bool> asked, const c10::SymInt& rows, const c10::SymInt& num_rows) { return asked ? *asked : rows * 2 <= num_rows; }
+bool is_row_sparse(std::optional<bool> asked, const c10::SymInt& rows, const c10::SymInt& num_rows) { return asked ? *asked : rows <= num_rows; }
 
 std::vector<at::Tensor> table_gradients_as_grads(const RowGradients& gradients, std::array<bool, 3> wanted) {
   const auto& [grad_input, rows, values, bias_values] = gradients;

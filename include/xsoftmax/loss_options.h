@@ -123,7 +123,7 @@ struct ExactPositivesOptions : CrossEntropyOptions, PositivesOptions {
 
 /// What sampled_softmax_loss takes.
 struct SampledSoftmaxOptions : EstimatorOptions, ReductionOptions, PositivesOptions, LogitOptions {
-  /// The gradient of the table is row-sparse, with a static number of rows R; false: dense; none: row-sparse where R is at most half of the table's rows.
+  /// The gradient of the table is row-sparse, with a static number of rows R; false: dense; none: row-sparse where R is at most N, the table's rows.
   std::optional<bool> sparse_grad = std::nullopt;
   double z_loss = 0.0; ///< at least 0: adds z_loss * (estimated log normaliser)^2 to the loss of each query
 

@@ -28,7 +28,7 @@ void init();
 ///
 /// Backward: grad_input [Q, D] and one row-sparse gradient for weight (and bias) with R = Q P + S rows whatever the ids are: rows
 /// [R] sorted, values [R, D]; the gradient of a class is summed into its first row, its other rows are zero. As the `.grad` of
-/// weight: sparse COO with these rows (sparse_grad true), or dense (false); none: sparse where R <= N / 2.
+/// weight: sparse COO with these rows (sparse_grad true), or dense (false); none: sparse where R <= N.
 at::Tensor candidate_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                             const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids,
                             std::optional<bool> sparse_grad = std::nullopt);

@@ -46,3 +46,8 @@ def option_text(**values: Any) -> str:
     """ "lr=0.001,nesterov=true": what csrc/core/options.h reads, number by number exactly. Values are None, numbers (numpy's as well),
     bools, dtypes and strings without ',' and '='."""
     return ",".join([f"{name}={_value_text(name, value)}" for name, value in values.items()])
+
+
+def read_options(text: str) -> Dict[str, str]:
+    """The values of a text of options by name, as they are printed."""
+    return dict(option.split("=") for option in text.split(",") if option)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ._checks import as_tensor, check_count
+from ._options import read_options
 from ._placement import are_local
 from .diagnose import GradientError
 from .linear_losses import LinearCrossEntropyLoss, LinearLoss
@@ -485,7 +486,7 @@ class _Bench:
 
 def _refresh_every(sampler: nn.Module) -> int:
     options = getattr(sampler, "options", "")
-    return int(dict(option.split("=") for option in options.split(",") if "=" in option).get("refresh_every", 0))
+    return int(read_options(options).get("refresh_every", 0))
 
 
 def _memory_left(device: torch.device) -> float:

@@ -96,9 +96,11 @@ def clip_grad_norm_(parameters: Union[Tensor, Iterable[Tensor]], max_norm: float
         torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"{who}: expected gradients with a finite norm, got a norm of {total.item()} (norm_type {norm_type})")
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    if coefficient.device.type == "cpu" and not torch.compiler.is_compiling() and coefficient == 1:
+        return total  # no gradient changes; on a device the host would wait for the norm
     for part in _by_mesh(params):
         torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
-    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for param in params:
         if param.grad.layout != torch.strided:
             _scale_rows(param, coefficient)

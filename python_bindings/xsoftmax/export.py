@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._options import read_options
+
 
 def decompositions() -> Dict[Any, Callable[..., Any]]:
     """Of :meth:`torch.export.ExportedProgram.run_decompositions`: the operators of an exact ``topk`` as calls of ATen, for runtimes that do not load xsoftmax::
@@ -25,7 +27,7 @@ def decompositions() -> Dict[Any, Callable[..., Any]]:
 def _linear_topk(input: Tensor, weight: Tensor, bias: Optional[Tensor], k: int, options: str = "") -> Tuple[Tensor, Tensor]:
     dtype = torch.promote_types(input.dtype, torch.float32)
     scores = F.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    transform = dict(option.split("=") for option in options.split(",") if option)
+    transform = read_options(options)
     scale, cap = float(transform.get("logit_scale", 1)), float(transform.get("softcap", 0))
 
     def logits(scores: Tensor) -> Tensor:

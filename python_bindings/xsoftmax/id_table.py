@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ._checks import check_count, check_tensor
-from ._options import option_text
+from ._options import option_text, read_options
 from ._placement import are_local
 from ._resize import KNOWN_OPTIMIZERS
 from ._table import fresh_rows
@@ -282,8 +282,9 @@ class IdTable(Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def extra_repr(self) -> str:
-        eviction, admission = (option.split("=")[1] for option in self.options.split(","))
-        return f"{self.capacity}, eviction={None if eviction == 'none' else eviction!r}, admission={admission}"
+        options = read_options(self.options)
+        eviction = None if options["eviction"] == "none" else options["eviction"]
+        return f"{self.capacity}, eviction={eviction!r}, admission={options['admission']}"
 
 
 def _module_of(table: Attached) -> Optional[nn.Module]:

@@ -87,8 +87,8 @@ class SampledSoftmaxLoss(CandidateLoss):
             an int64 tensor [H], an array or a list. The sampler then draws from the other
             classes. Where it cannot leave classes out, the expected counts of head and draws add up.
         sparse_grad: True: the gradient of the table is sparse COO with a static number of rows R, one for each target, each private candidate and each shared
-            one, for xsoftmax.optim and for torch.optim.SGD, Adagrad and SparseAdam. False: it is dense. None: what costs less, sparse where R is at most half
-            of the table's rows. Optimizers of xsoftmax.optim, SGD and Adagrad take either; torch.optim.SparseAdam needs True, and the others False.
+            one, for xsoftmax.optim and for torch.optim.SGD, Adagrad and SparseAdam. False: it is dense. None: what costs less, sparse where R is at most N.
+            Optimizers of xsoftmax.optim, SGD and Adagrad take both kinds; torch.optim.SparseAdam needs True, the others of torch.optim False.
         device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
 
     Shapes and dtypes are those of :class:`LinearCrossEntropyLoss`: input [*, D], target int64 [*]

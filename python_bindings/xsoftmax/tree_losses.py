@@ -129,10 +129,25 @@ class BeamTreeLoss(TreeLoss):
             raise ValueError(f"{name}: expected a tree of one layer of subsets for routed=True, as "
                              f"LabelTree.from_frequencies makes it, got {tree}")
         self._init_options(estimator=estimator)
-        self._search = option_text(num_candidates=self.num_candidates, beam=self.beam, routed=routed)
+        self._search = self._search_text()
         if not self.edges.weight.is_meta and tree.depth > 1:
             with torch.no_grad():
                 self.edges.weight.mul_(tree.depth**-0.5)  # so that a class scores as it would with a row of its own
+
+    def _search_text(self) -> str:
+        return option_text(num_candidates=self.num_candidates, beam=self.beam, routed=self.routed, balance_every=self.balance_every,
+                           balances_16_bits=self._balances_16_bits)
+
+    def _is_option(self, name: str) -> bool:
+        return name == "balance_every" or super()._is_option(name)
+
+    def _check_option(self, name: str, value: Any) -> Any:
+        return check_count(self._name, name, value, 0) if name == "balance_every" else super()._check_option(name, value)
+
+    def _update_texts(self, name: str) -> None:
+        super()._update_texts(name)
+        if "_search" in self.__dict__:
+            self._search = self._search_text()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         steps = self.steps  # type: ignore[has-type]
@@ -160,16 +175,22 @@ class BeamTreeLoss(TreeLoss):
             return self.exact(input, target)
         self._queries(input, self._given(input, target))
         self._check_step()
-        weight, bias, tree = self.edges.weight, self.edges.bias, self.tree.tables()
+        weight, bias, tree, layer_sizes = self.edges.weight, self.edges.bias, self.tree.tables(), self.tree.layer_sizes
+        steps: Optional[Tensor] = self.steps
+        if not torch.jit.is_scripting():
+            steps = self._counted_steps()
+        noise_text, options = self.noise.describe(), self._options + "," + self._search
+        if noise_text != "":
+            return torch.ops.xsoftmax.beam_tree_step(input, weight, bias, target, tree, layer_sizes, self.noise.state_tensors(), noise_text, options, generator,
+                                                     steps, self.weight)
         queries, counted = torch.ops.xsoftmax.tree_queries(input, target, weight, bias, tree, self.ignore_index)
         found = self._candidates(queries, generator)
         noise = self.noise.sample_outside(queries, found, counted, generator)
         ids, log_count = torch.ops.xsoftmax.present_set(found)
-        if not torch.jit.is_scripting():
-            self._count_step()  # nothing below can go wrong
+        torch.ops.xsoftmax.beam_tree_count_step_(weight, bias, tree, layer_sizes, steps, options)  # nothing below can go wrong
         target_log_count: List[Optional[Tensor]] = [None, noise.target_log_count]
         return torch.ops.xsoftmax.beam_tree_loss(
-            input, weight, bias, target, tree, self.tree.layer_sizes, [ids, noise.ids], [log_count, noise.log_count],
+            input, weight, bias, target, tree, layer_sizes, [ids, noise.ids], [log_count, noise.log_count],
             target_log_count, [True, False], self.weight, self._options)
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
@@ -231,14 +252,9 @@ class BeamTreeLoss(TreeLoss):
         return [self.steps]
 
     @torch.jit.unused
-    def _count_step(self) -> None:
-        low = self.edges.weight.dtype in (torch.float16, torch.bfloat16)
-        learns = torch.is_grad_enabled() and isinstance(self.edges.weight, nn.Parameter) and self.edges.weight.requires_grad
-        if self.balance_every == 0 or not learns or torch.compiler.is_compiling() or self.edges.weight.is_meta or (low and not self._balances_16_bits):
-            return
-        self.steps += 1
-        if int(self.steps) % self.balance_every == 0:
-            self.balance()
+    def _counted_steps(self) -> Optional[Tensor]:
+        """The counter of a step that trains edges of its own: not under torch.func.functional_call, nor in a compiled graph."""
+        return self.steps if isinstance(self.edges.weight, nn.Parameter) and not torch.compiler.is_compiling() else None
 
     @torch.jit.export
     def balance(self) -> None:

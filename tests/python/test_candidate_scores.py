@@ -97,9 +97,9 @@ def test_shapes(impl, shape):
 def test_kernel_equals_reference(dtype):
     """Another oracle for 16-bit tables: the same composite that runs on other devices."""
     args = problem(31, 20, 19, 7, 11, dtype)
-    got = scores_and_gradients(ops.candidate_scores, *args)
+    got = scores_and_gradients(ops.candidate_scores, *args, sparse_grad=True)
     with xs.use_impl("reference"):
-        want = scores_and_gradients(ops.candidate_scores, *args)
+        want = scores_and_gradients(ops.candidate_scores, *args, sparse_grad=True)
     assert_same(got, want, dtype, args, coefficient_rounding(*args))
     assert torch.equal(got[2]._indices(), want[2]._indices())
 
@@ -146,7 +146,7 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is ops.candidate_scores_backward.default:
-            self.masks.append(list(args[-1]))
+            self.masks.append(list(args[5]))
         return func(*args, **(kwargs or {}))
 
 
@@ -171,7 +171,7 @@ def test_row_sparse_gradient(impl, layout):
         input, weight, bias, own, shared = problem(5, 9, 7, *LAYOUTS[layout], torch.float64)
         own, shared = (t if t is None else t % spread for t in (own, shared))
         ids = torch.cat([t.flatten() for t in (own, shared) if t is not None])
-        _, _, grad, bias_grad = scores_and_gradients(ops.candidate_scores, input, weight, bias, own, shared)
+        _, _, grad, bias_grad = scores_and_gradients(ops.candidate_scores, input, weight, bias, own, shared, sparse_grad=True)
         want = scores_and_gradients(plain, input, weight, bias, own, shared)
         for g, dense in ((grad, want[2]), (bias_grad, want[3])):
             assert g.sparse_dim() == 1 and not g.is_coalesced() and g._nnz() == ids.numel()
@@ -181,6 +181,25 @@ def test_row_sparse_gradient(impl, layout):
             first[1:] = rows[1:] != rows[:-1]
             torch.testing.assert_close(values[first], dense[rows[first]])
             assert (values[~first] == 0).all() and (~first).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dense_gradient(impl, layout, dtype):
+    """Bit for bit that of the rows; zeros before, between and behind the classes that were scored."""
+    args = problem(5, 60, 7, *LAYOUTS[layout], dtype)
+    ids = [None if t is None else 3 + t % 50 for t in args[3:]]
+    rows, dense = (scores_and_gradients(ops.candidate_scores, *args[:3], *ids, sparse_grad=sparse) for sparse in (True, False))
+    for row_sparse, whole in zip(rows[2:], dense[2:]):
+        assert whole.layout == torch.strided and torch.equal(whole, row_sparse.to_dense())
+
+
+def test_the_form_of_a_gradient_that_costs_less():
+    """sparse_grad=None: row-sparse up to as many rows as the table has."""
+    for num_classes, sparse in ((19, True), (18, False)):
+        args = problem(5, num_classes, 7, 3, 4)
+        _, _, weight_grad, bias_grad = scores_and_gradients(ops.candidate_scores, *args)
+        assert weight_grad.is_sparse == bias_grad.is_sparse == sparse
 
 
 def test_strided(impl):
@@ -345,7 +364,7 @@ def test_sizes_past_32_bits():
     input, weight = (torch.empty(n, 64, device="meta", requires_grad=True) for n in (1 << 20, 1 << 27))
     own = torch.empty(1 << 20, 1 << 12, device="meta", dtype=torch.int64)
     shared = torch.empty(5, device="meta", dtype=torch.int64)
-    scores = ops.candidate_scores(input, weight, None, own, shared)
+    scores = ops.candidate_scores(input, weight, None, own, shared, True)
     assert scores.shape == (1 << 20, (1 << 12) + 5) and scores.dtype == torch.float32
     grads = torch.autograd.grad(scores, (input, weight), torch.empty_like(scores))
     assert grads[0].shape == input.shape and grads[1].shape == weight.shape and grads[1]._nnz() == (1 << 32) + 5

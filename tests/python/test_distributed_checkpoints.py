@@ -301,7 +301,7 @@ def test_whatever_has_a_state(tmp_path):
 
 
 def sparse_momentum(rank):
-    model = xs.distributed.shard_classes(Model(bias=False))
+    model = xs.distributed.shard_classes(Model(bias=False, sparse_grad=True))
     optimizer = torch.optim.SGD(model.loss.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(3, D), torch.arange(3)).backward()
     optimizer.step()

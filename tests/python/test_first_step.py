@@ -114,7 +114,7 @@ def test_only_the_first_step_is_looked_at(monkeypatch):
 @pytest.mark.parametrize("make", [xs.optim.RowAdam, torch.optim.AdamW])
 def test_a_tied_embedding_with_dense_gradients_is_warned_of_once(make):
     for sparse in (False, True):
-        embedding, loss = torch.nn.Embedding(N, D, sparse=sparse), sampled()
+        embedding, loss = torch.nn.Embedding(N, D, sparse=sparse), sampled(sparse_grad=True)
         loss.linear.weight = embedding.weight
         if sparse and make is torch.optim.AdamW:
             continue
@@ -129,6 +129,32 @@ def test_a_tied_embedding_with_dense_gradients_is_warned_of_once(make):
     copied[0].sparse = False
     with pytest.warns(UserWarning, match=r"SampledSoftmaxLoss: expected a row-sparse gradient of its table of shape \[40, 6\].*sparse=True"):
         step(copied[1], make(copied[1].parameters()), copied[0])
+
+
+def test_sparse_adam_says_how_it_gets_row_sparse_gradients():
+    for sparse_grad in (None, True):
+        loss = xs.SampledSoftmaxLoss(D, 40, sampler="uniform", num_samples=8, shared=False, sparse_grad=sparse_grad)
+        optimizer = torch.optim.SparseAdam(list(loss.parameters()))
+        loss(torch.randn(9, D), torch.randint(40, (9,))).backward()
+        if sparse_grad:
+            optimizer.step()
+            continue
+        with pytest.raises(RuntimeError, match=r"^SparseAdam: expected row-sparse gradients, got a dense one .*sparse_grad=True"):
+            optimizer.step()
+
+
+def test_a_large_dense_gradient_with_few_rows_is_warned_of():
+    """As an nn.Embedding makes it that is tied to a table whose own gradient is row-sparse."""
+    for sparse in (False, True):
+        embedding, loss = torch.nn.Embedding(12_000, D, sparse=sparse), xs.SampledSoftmaxLoss(D, 12_000, sampler="uniform", num_samples=8)
+        loss.linear.weight = embedding.weight
+        optimizer = xs.optim.RowAdam(loss.parameters())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss(embedding(torch.arange(9)), torch.arange(9)).backward()
+            optimizer.step()
+        messages = [str(each.message) for each in caught if "of which most rows are zero" in str(each.message)]
+        assert len(messages) == (0 if sparse else 1)
 
 
 def test_losses_with_dense_gradients_hear_nothing():
@@ -157,7 +183,7 @@ def test_state_of_a_dense_optimizer_is_warned_of_once():
 
 def test_distributed_checkpoints_make_state_without_a_word():
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-    loss = sampled()
+    loss = sampled(sparse_grad=True)
     optimizer = xs.optim.RowAdam(loss.parameters())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*row-sparse.*")

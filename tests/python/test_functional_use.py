@@ -84,7 +84,7 @@ def test_a_weight_that_a_hook_computes_is_refused(wrap):
 
 def test_parametrized_and_lazy_layers_at_construction():
     make, options = xs.SampledSoftmaxLoss.from_linear, dict(sampler="uniform", num_samples=4)
-    with pytest.raises(ValueError, match=r"table without parametrization for sparse_grad=True, got linear with one \(weight\)"):
+    with pytest.raises(ValueError, match=r"table without parametrization for sparse_grad=None, got linear with one \(weight\)"):
         make(parametrizations.weight_norm(torch.nn.Linear(D, N)), **options)
     make(parametrizations.weight_norm(torch.nn.Linear(D, N)), **options, sparse_grad=False)
     with pytest.raises(TypeError, match="expected an nn.Linear whose sizes are known, got LazyLinear"):

@@ -118,7 +118,7 @@ def test_logits_of_a_call_with_labels_raise_where_they_are_used():
 def test_train_save_generate_restore(tied, tmp_path):
     """The way of a user: train sampled, generate, save, read as a plain model, which generates the same."""
     model = gpt2(tied)
-    loss = xs.replace_head(model, "lm_head", xs.SampledSoftmaxLoss, sampler="uniform", num_samples=12, shared=False)
+    loss = xs.replace_head(model, "lm_head", xs.SampledSoftmaxLoss, sampler="uniform", num_samples=12, shared=False, sparse_grad=True)
     optimizer = xs.optim.RowAdam(model.parameters(), lr=0.02)
     for step in range(8):
         optimizer.zero_grad()

@@ -143,8 +143,6 @@ def test_complementary_sum():
     torch.testing.assert_close(got, (scores[target].exp() + weights).log() - scores[target])
     rest = scores.exp().sum() - scores[target].exp()
     assert abs(weights.mean() - rest) < 4.5 * weights.std() / 20_000**0.5
-    got.sum().backward()
-    assert loss.linear.weight.grad.is_sparse
 
 
 @pytest.mark.parametrize("estimator", ["sampled_softmax", "ranking"])
@@ -254,7 +252,7 @@ OPTIMIZERS = {"RowAdam": lambda p: xs.optim.RowAdam(p, lr=0.05), "SparseAdam": l
 @pytest.mark.parametrize("kwargs", [dict(), dict(shared=False), dict(sampler="in_batch", num_samples=None), dict(head_classes=4, sampler="log_uniform")],
                          ids=str)
 def test_training_reduces_the_exact_loss(optimizer, kwargs):
-    loss, centers = sampled(bias=True, **kwargs), torch.randn(N, D)
+    loss, centers = sampled(bias=True, sparse_grad=True if optimizer == "SparseAdam" else None, **kwargs), torch.randn(N, D)
     optimizer = OPTIMIZERS[optimizer](list(loss.parameters()))
     target = torch.arange(N).repeat(4)
     input = centers[target] + 0.1 * torch.randn(len(target), D)
@@ -416,7 +414,7 @@ OPTIONS = {
     "z_loss": (0.1, [(-1.0, ValueError), ("1", TypeError)]),
     "estimator": ("ranking", [("soft", ValueError), (None, ValueError)]),
     "remove_accidental_hits": (False, [(1, TypeError), ("no", TypeError)]),
-    "sparse_grad": (False, [(1, TypeError), (None, TypeError)]),
+    "sparse_grad": (False, [(1, TypeError), ("none", TypeError)]),
 }
 
 

@@ -15,7 +15,7 @@ def gradient(seed, queries=64, candidates=20, width=64, classes=500):
     g = torch.Generator().manual_seed(seed)
     input, ids = torch.randn(queries, width, generator=g), torch.randint(classes, (queries, candidates), generator=g)
     weight = torch.randn(classes, width, generator=g).requires_grad_()
-    ops.candidate_scores(input, weight, None, ids, None).square().sum().backward()
+    ops.candidate_scores(input, weight, None, ids, None, True).square().sum().backward()
     plain = weight.detach().clone().requires_grad_()
     (input[:, None] * plain[ids]).sum(-1).square().sum().backward()
     return weight.grad, plain.grad

@@ -270,7 +270,7 @@ def test_is_the_composition(impl):
                       shared_log_count=torch.rand(4, generator=g), target_log_count=torch.rand(5, generator=g), distinct_shared=2,
                       estimator="ranking")
     weight.requires_grad_()
-    loss = sampled_softmax_loss(input, weight, bias, target, reduction="none", **candidates)
+    loss = sampled_softmax_loss(input, weight, bias, target, reduction="none", sparse_grad=True, **candidates)
     scores = ops.candidate_scores(input, weight, bias, torch.cat([target[:, None], own], 1), shared)
     want = candidate_loss(scores, target, **candidates)
     assert torch.equal(loss, want)
@@ -493,7 +493,7 @@ def test_nothing_to_score(impl, queries, width, own, shared):
     drawn = ({} if own is None else dict(private_ids=torch.arange(own).expand(queries, own))) | (
         {} if shared is None else dict(shared_ids=torch.arange(shared)))
     target = torch.full((queries,), 4)
-    loss = sampled_softmax_loss(input, weight, None, target, reduction="none", **drawn)
+    loss = sampled_softmax_loss(input, weight, None, target, reduction="none", sparse_grad=True, **drawn)
     loss.sum().backward()
     count = 1 + (own or 0) + (shared or 0)
     torch.testing.assert_close(loss, torch.full((queries,), float(count)).log())

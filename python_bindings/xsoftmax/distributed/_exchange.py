@@ -187,7 +187,7 @@ class FetchRows(torch.autograd.Function):
 
 def is_row_sparse(asked: Optional[bool], rows: int, num_rows: int) -> bool:
     """Whether a gradient of some rows of a table is row-sparse: as asked, or as sparse_grad=None has it."""
-    return 2 * rows <= num_rows if asked is None else asked
+    return rows <= num_rows if asked is None else asked
 
 
 def row_gradient(rows: Tensor, values: Tensor, num_rows: int, sparse: Optional[bool]) -> Tensor:

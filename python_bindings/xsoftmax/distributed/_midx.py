@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _ranks
+from .._options import read_options
 from ..optim.settle import settle
 from ..samplers import CandidateSet, MidxSampler, Sampler, UnionSampler
 from ..samplers.sampler import draw_seed, one_set
@@ -59,7 +60,7 @@ class ShardedMidxSampler(Sampler):
         self._owner, self.default_estimator, self.follows_table = sampler._owner, sampler.default_estimator, True
         self._shards, self.dim, self._text = shards, sampler.dim, sampler.options
         self._may_ask, self.asks = may_ask, False
-        chosen = dict(option.split("=") for option in sampler.options.split(","))
+        chosen = read_options(sampler.options)
         self.refresh_every, self.update_every, self.iterations = (int(chosen[name]) for name in ("refresh_every", "update_every", "iterations"))
         self.codewords = int(chosen["codewords"])
         self.train_points = 256 * self.codewords if chosen["train_points"] == "none" else int(chosen["train_points"])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .. import _long_work
 from .._checks import check_count, check_generator
 from .._memory import device_of_values
-from .._options import option_text
+from .._options import option_text, read_options
 from .sampler import DescribedSampler, unusable_tables
 from .static import Exclude, _bool, _ids
 
@@ -74,7 +74,7 @@ class AdaptiveSampler(DescribedSampler):
         super().__init__(num_classes, num_samples, shared=shared, distinct=distinct)
         self.dim = dim
         self.options = options
-        by_name = dict(option.split("=") for option in options.split(","))
+        by_name = read_options(options)
         self._refresh_every, self._update_every = int(by_name["refresh_every"]), int(by_name.get("update_every", 0))
         self.follows_table = True
         if not (self.shared or self.distinct):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_count
-from .._options import option_text
+from .._options import option_text, read_options
 from .sampler import CandidateSet, DescribedSampler, Sampler, make_sampler, sampler_names
 
 
@@ -154,7 +154,7 @@ class ComplementSampler(DescribedSampler):
             if plan is not None:
                 plan()
             self.num_classes = num_classes
-            self.options = option_text(**{**dict(option.split("=") for option in self.options.split(",")), "num_classes": num_classes})
+            self.options = option_text(**{**read_options(self.options), "num_classes": num_classes})
 
         return resize
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._checks import as_ids, as_tensor, check_count
-from .._options import option_text
+from .._options import option_text, read_options
 from .._typing import Numbers
 from .sampler import CandidateSet, DescribedSampler, one_set, register, unusable_tables
 from .streaming import StreamingCounts
@@ -84,7 +84,7 @@ class StaticSampler(DescribedSampler):
 
     def _make(self, weights: Optional[Tensor], power: Optional[float], classes: Optional[Tensor], options: str) -> None:
         tables, options = torch.ops.xsoftmax.static_tables(type(self).__name__, weights, power, classes, options)
-        made = dict(option.split("=") for option in options.split(","))
+        made = read_options(options)
         super().__init__(int(made["num_classes"]), int(made["num_samples"]), shared=made["shared"] == "true",
                          distinct=made["distinct"] == "true")
         self.options = options
@@ -286,7 +286,7 @@ class UnigramSampler(StaticSampler):
     def excluding(self, ids: Tensor) -> "UnigramSampler":
         if self.streaming is None:
             return super().excluding(ids)
-        follow = dict(option.split("=") for option in self.follow_options.split(","))
+        follow = read_options(self.follow_options)
         return UnigramSampler(self.streaming, self.num_samples, power=float(follow["power"]), shared=self.shared, distinct=self.distinct,
                               exclude=torch.cat([self.excluded, ids.to(self.excluded.device)]), refresh_every=int(follow["refresh_every"]),
                               uniform_share=float(follow["uniform_share"]))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._checks import check_count, check_tensor
 from .._memory import device_of_values
-from .._options import option_text
+from .._options import option_text, read_options
 from .._ranks import ALONE
 from .sampler import KeepsTables
 
@@ -88,8 +88,9 @@ class StreamingCounts(KeepsTables):
 
     def extra_repr(self) -> str:
         text = f"num_ids={self.num_ids}"
-        shown = [option for option in self.options.split(",")[1:] if not option.endswith("=none")]
-        return ", ".join([text, *(option for option in shown if self.num_ids is None or option.startswith("half_life"))])
+        shown = [f"{name}={value}" for name, value in read_options(self.options).items()
+                 if value != "none" and (name == "half_life" or (self.num_ids is None and name != "num_ids"))]
+        return ", ".join([text, *shown])
 
     def forward(self, ids: Tensor) -> Tensor:
         """Counts a batch and gives its probabilities: ``log_prob(ids)`` after ``update(ids)``. In train() each of the ids has a q above 0.

@@ -1,0 +1,90 @@
+#include "losses/beam_tree_step.h"
+
+#include "core/checks.h"
+#include "core/options.h"
+#include "core/shape_checks.h"
+#include "optim/settle.h"
+#include "samplers/candidate_set.h"
+#include "samplers/modules.h"
+#include "samplers/sampler_kind.h"
+#include "trees/edge_tables.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/library.h>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "beam_tree_step";
+
+// Whether a step trains the edges. 16-bit ones, whose rounding moves scores, are balanced on request only.
+bool learns(const Tensor& weight, const BeamOptions& search) {
+  const auto dtype = weight.scalar_type();
+  return search.balance_every > 0 && (search.balances_16_bits || dtype == at::kFloat || dtype == at::kDouble) && at::GradMode::is_enabled() &&
+      weight.requires_grad() && !weight.is_meta() && check::is_plain(weight);
+}
+
+void count_step(const Tensor& weight, const OptionalTensor& bias, const TreeTables& tree, at::IntArrayRef layer_sizes, const OptionalTensor& steps,
+                const BeamOptions& search) {
+  if (!given(steps) || !learns(weight, search)) {
+    return;
+  }
+  check::dim(kOp, "steps", *steps, 0);
+  check::int64(kOp, "steps", *steps);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  steps->add_(1);
+  if (steps->item<int64_t>() % search.balance_every == 0) {
+    balance_edges(weight, bias, tree, layer_sizes);
+  }
+}
+
+} // namespace
+
+void balance_edges(const Tensor& weight, const OptionalTensor& bias, const TreeTables& tree, at::IntArrayRef layer_sizes) {
+  for (const Tensor& table : {weight, bias.value_or(Tensor())}) {
+    if (table.defined()) {
+      settle(table); // a mean of rows that owe different steps would not decay as they do
+      tree_balance_(table.tensor_data(), tree.first_child, layer_sizes);
+    }
+  }
+}
+
+Tensor beam_tree_step(const BeamTreeStep& step, const SampledSoftmaxOptions& options, const BeamOptions& search) {
+  Proposal sets;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard; // what is drawn has no gradient
+    const auto [queries, counted] = tree_queries(step.input, step.target, step.weight, step.bias, step.tree, options.ignore_index);
+    const OptionalTensor seed = search.routed ? OptionalTensor(samplers::draw_seed(queries, step.generator)) : std::nullopt;
+    const Tensor found = beam_tree_candidates(seed, queries, step.weight, step.bias, step.tree, step.layer_sizes, search);
+    const CandidateSet outside = step.noise({queries, counted, step.generator, /*training=*/true}, found);
+    const auto [ids, log_count] = present_set(found);
+    sets = {{ids, log_count, Tensor(), /*distinct=*/true}, outside};
+  }
+  count_step(step.weight, step.bias, step.tree, step.layer_sizes, step.steps, search); // nothing below can go wrong
+  return beam_tree_loss(step.input, step.weight, step.bias, step.target, step.tree, step.layer_sizes, sets, step.class_weight, options);
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def(
+      "beam_tree_step(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor[] tree, int[] layer_sizes, Tensor(a!)[] state, str noise, "
+      "str options, Generator? generator, Tensor(b!)? steps, Tensor? class_weight) -> Tensor",
+      [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, at::TensorList tree, at::IntArrayRef layer_sizes,
+         at::TensorList state, std::string_view noise, std::string_view text, std::optional<at::Generator> generator, const OptionalTensor& steps,
+         const OptionalTensor& class_weight) {
+        const SamplerView complement(kOp, noise, state);
+        TORCH_CHECK_VALUE(complement.name() == "complement", kOp, ": expected noise of kind complement, got ", complement.name());
+        const auto options = parse_options<BeamTreeStepOptions>(kOp, text);
+        const auto outside = [&](const DrawRequest& request, const Tensor& candidates) { return sample_outside(complement, request, candidates); };
+        const TreeTables tables(kOp, tree);
+        return beam_tree_step({input, weight, bias, target, tables, layer_sizes, outside, std::move(generator), steps, class_weight}, options, options);
+      });
+  m.def(
+      "beam_tree_count_step_(Tensor weight, Tensor? bias, Tensor[] tree, int[] layer_sizes, Tensor(a!)? steps, str options) -> ()",
+      [](const Tensor& weight, const OptionalTensor& bias, at::TensorList tree, at::IntArrayRef layer_sizes, const OptionalTensor& steps,
+         std::string_view text) { count_step(weight, bias, {kOp, tree}, layer_sizes, steps, parse_options<BeamTreeStepOptions>(kOp, text)); });
+}
+
+} // namespace xsoftmax
