@@ -34,21 +34,25 @@ void count_step(const Tensor& weight, const OptionalTensor& bias, const TreeTabl
   }
   check::dim(kOp, "steps", *steps, 0);
   check::int64(kOp, "steps", *steps);
+  TORCH_CHECK_TYPE(check::can_read(*steps), kOp, ": expected steps on the CPU, got a tensor on ", steps->device());
   const at::AutoDispatchBelowADInplaceOrView guard;
-  steps->add_(1);
-  if (steps->item<int64_t>() % search.balance_every == 0) {
+  const int64_t count = steps->item<int64_t>() + 1;
+  if (count % search.balance_every == 0) {
     balance_edges(weight, bias, tree, layer_sizes);
   }
+  steps->fill_(count);
 }
 
 } // namespace
 
 void balance_edges(const Tensor& weight, const OptionalTensor& bias, const TreeTables& tree, at::IntArrayRef layer_sizes) {
-  for (const Tensor& table : {weight, bias.value_or(Tensor())}) {
-    if (table.defined()) {
-      settle(table); // a mean of rows that owe different steps would not decay as they do
-      tree_balance_(table.tensor_data(), tree.first_child, layer_sizes);
-    }
+  const std::vector<Tensor> tables = given(bias) ? std::vector<Tensor>{weight, *bias} : std::vector<Tensor>{weight};
+  for (const Tensor& table : tables) { // before one of them changes
+    check_tree_balance(table, tree.first_child, layer_sizes);
+  }
+  for (const Tensor& table : tables) {
+    settle(table); // a mean of rows that owe different steps would not decay as they do
+    tree_balance_(table.tensor_data(), tree.first_child, layer_sizes);
   }
 }
 
@@ -69,8 +73,8 @@ Tensor beam_tree_step(const BeamTreeStep& step, const SampledSoftmaxOptions& opt
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def(
-      "beam_tree_step(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor[] tree, int[] layer_sizes, Tensor(a!)[] state, str noise, "
-      "str options, Generator? generator, Tensor(b!)? steps, Tensor? class_weight) -> Tensor",
+      "beam_tree_step(Tensor input, Tensor(a!) weight, Tensor(b!)? bias, Tensor target, Tensor[] tree, int[] layer_sizes, Tensor(c!)[] state, "
+      "str noise, str options, Generator? generator, Tensor(d!)? steps, Tensor? class_weight) -> Tensor",
       [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, at::TensorList tree, at::IntArrayRef layer_sizes,
          at::TensorList state, std::string_view noise, std::string_view text, std::optional<at::Generator> generator, const OptionalTensor& steps,
          const OptionalTensor& class_weight) {
@@ -82,7 +86,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         return beam_tree_step({input, weight, bias, target, tables, layer_sizes, outside, std::move(generator), steps, class_weight}, options, options);
       });
   m.def(
-      "beam_tree_count_step_(Tensor weight, Tensor? bias, Tensor[] tree, int[] layer_sizes, Tensor(a!)? steps, str options) -> ()",
+      "beam_tree_count_step_(Tensor(a!) weight, Tensor(b!)? bias, Tensor[] tree, int[] layer_sizes, Tensor(c!)? steps, str options) -> ()",
       [](const Tensor& weight, const OptionalTensor& bias, at::TensorList tree, at::IntArrayRef layer_sizes, const OptionalTensor& steps,
          std::string_view text) { count_step(weight, bias, {kOp, tree}, layer_sizes, steps, parse_options<BeamTreeStepOptions>(kOp, text)); });
 }

@@ -7,7 +7,7 @@
 
 namespace xsoftmax {
 
-// beam_tree_step(input, weight, bias, target, tree, layer_sizes, state!, noise, options, generator, steps!, class_weight) -> loss
+// beam_tree_step(input, weight!, bias!, target, tree, layer_sizes, state!, noise, options, generator, steps!, class_weight) -> loss
 //
 // A training step of BeamTreeLoss, up to the reduced loss:
 //
