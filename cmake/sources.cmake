@@ -67,6 +67,7 @@ set(XSOFTMAX_SOURCES
   csrc/matcher/xr_linear.cpp
   csrc/matcher/xr_linear_file.cpp
   csrc/optim/clip_grad.cpp
+  csrc/optim/deferred_flushes.cpp
   csrc/optim/mapped_state.cpp
   csrc/optim/optimizers.cpp
   csrc/optim/owed_steps.cpp
