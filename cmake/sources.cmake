@@ -33,6 +33,9 @@ set(XSOFTMAX_SOURCES
   csrc/losses/class_blocks.cpp
   csrc/losses/estimators.cpp
   csrc/losses/exclude_topk.cpp
+  csrc/losses/hierarchical_matcher.cpp
+  csrc/losses/hierarchical_matcher_init.cpp
+  csrc/losses/hierarchical_matcher_module.cpp
   csrc/losses/linear_candidate_loss.cpp
   csrc/losses/linear_candidate_loss_cpu.cpp
   csrc/losses/linear_cross_entropy.cpp
@@ -68,6 +71,7 @@ set(XSOFTMAX_SOURCES
   csrc/matcher/xr_linear.cpp
   csrc/matcher/xr_linear_file.cpp
   csrc/optim/clip_grad.cpp
+  csrc/optim/deferred_flushes.cpp
   csrc/optim/mapped_state.cpp
   csrc/optim/optimizers.cpp
   csrc/optim/owed_steps.cpp

@@ -30,19 +30,39 @@ std::string cane_estimator(const char* name, const std::string& noise_reduction)
   return noise_reduction == "mean_of_logs" ? "cane" : "cane_log_of_mean";
 }
 
-samplers::ComplementSampler noise_outside(const char* name, const std::shared_ptr<samplers::SamplerImpl>& sampler, int64_t num_noises, int64_t num_classes,
-                                          int64_t dim, const Tensor& candidates) {
+namespace {
+
+std::shared_ptr<samplers::SamplerImpl> noise_sampler(const samplers::SamplerOrName& sampler, const NoiseRequest& request) {
+  if (sampler.name().empty() || sampler.name() == "uniform") {
+    return sampler.or_null();
+  }
+  return samplers::make_sampler(sampler.name(),
+                                {.num_classes = request.num_classes,
+                                 .num_samples = 4 * request.num_noises, // each has so many tries
+                                 .dim = request.dim,
+                                 .bias = request.bias,
+                                 .shared = false});
+}
+
+} // namespace
+
+samplers::ComplementSampler noise_outside(const char* name, const samplers::SamplerOrName& given_sampler, const NoiseRequest& request) {
+  const int64_t num_noises = request.num_noises, num_classes = request.num_classes;
   TORCH_CHECK_VALUE(num_noises >= 0, name, ": expected num_noises of at least 0, got ", num_noises);
+  const auto sampler = noise_sampler(given_sampler, request);
   if (sampler == nullptr || num_noises == 0) {
     return samplers::ComplementSampler(num_classes, num_noises);
   }
   TORCH_CHECK_VALUE(sampler->num_classes() == num_classes, name, ": expected a noise_sampler of ", num_classes, " classes, got one of ",
                     sampler->num_classes());
+  TORCH_CHECK_VALUE(request.follows_table || !sampler->follows_table(), name,
+                    ": expected a noise_sampler that does not follow a class table, since a tree has none, got ", sampler->name());
+  const Tensor& candidates = request.candidates;
   const Tensor inside = candidates.defined() ? candidates.to(at::kCPU) : at::zeros({0}, at::kLong);
   auto noise = inside.numel() > 0 && inside.numel() < num_classes ? sampler->excluding(inside) : nullptr; // whose draws are all outside
   noise = noise == nullptr ? sampler : noise;
   // A class that is neither a candidate nor ever drawn would learn nothing of how it compares with the others.
-  const Tensor count = noise->log_count(at::zeros({1, dim}), at::arange(num_classes, at::kLong)).reshape({-1});
+  const Tensor count = noise->log_count(at::zeros({1, request.dim}), at::arange(num_classes, at::kLong)).reshape({-1});
   Tensor never = count.isneginf().nonzero().squeeze(1).to(at::kCPU);
   never = never.masked_select(at::isin(never, inside).logical_not());
   TORCH_CHECK_VALUE(never.numel() == 0, name,
@@ -76,7 +96,10 @@ CaneLossImpl::CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneO
     candidates_ = different_ids(cane.candidates, num_classes, kName, "candidates");
     TORCH_CHECK_VALUE(candidates_.numel() > 0, kName, ": expected at least one class as candidates, got none");
   }
-  noise = register_module("noise", noise_outside(kName, cane.noise_sampler.or_null(), cane.num_noises, num_classes, in_features, candidates_));
+  noise = register_module(
+      "noise",
+      noise_outside(kName, cane.noise_sampler,
+                    {.num_noises = cane.num_noises, .num_classes = num_classes, .dim = in_features, .bias = options_.bias, .candidates = candidates_}));
   noise->claim(kName);
   if (candidate_sampler != nullptr) {
     candidate_sampler->claim(kName);

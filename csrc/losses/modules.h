@@ -17,9 +17,19 @@ std::vector<int64_t> with_last(const at::Tensor& input, int64_t last);
 at::Tensor as_rows(const at::Tensor& input);
 /// The estimator for "mean_of_logs" or "log_of_mean".
 std::string cane_estimator(const char* name, const std::string& noise_reduction);
-/// Draws from outside a set for each query, by a sampler of private independent draws that draws every class outside `candidates` (which are
-/// always the same; undefined: they are not), or uniform ones where it is null. dim: of queries.
-samplers::ComplementSampler noise_outside(const char* name, const std::shared_ptr<samplers::SamplerImpl>& sampler, int64_t num_noises, int64_t num_classes,
-                                          int64_t dim, const at::Tensor& candidates = {});
+
+/// What noise_outside needs to know of a loss.
+struct NoiseRequest {
+  int64_t num_noises, num_classes;
+  int64_t dim;                ///< of queries
+  bool bias;                  ///< of the table
+  at::Tensor candidates = {}; ///< where they are always the same
+  bool follows_table = true;  ///< false: there is no class table that a sampler could follow
+};
+
+/// Returns draws from outside a set for each query: by a sampler of private independent draws that
+/// draws every class outside the candidates, or by one that is made by name, with four tries for each
+/// noise. None and "uniform": uniform draws.
+samplers::ComplementSampler noise_outside(const char* owner, const samplers::SamplerOrName& sampler, const NoiseRequest& request);
 
 } // namespace xsoftmax::nn

@@ -36,35 +36,45 @@ int64_t classes_of(const char* name, const LabelTree& tree) {
 
 } // namespace
 
-TreeLossImpl::TreeLossImpl(const char* name, int64_t in_features, LabelTree given_tree, const LossOptions& options)
-    : TableLossImpl(name, classes_of(name, given_tree), options, {"noise", "steps"}) {
-  TORCH_CHECK_VALUE(options.label_smoothing == 0, name, ": expected label_smoothing of 0, got ", options.label_smoothing);
-  TORCH_CHECK_VALUE(options.logit_scale == 1 && options.softcap == 0 && options.z_loss == 0, name,
-                    ": expected logit_scale of 1, no softcap and no z_loss, got ", options.logit_scale, ", ", options.softcap, " and ", options.z_loss);
+TreeTableImpl::TreeTableImpl(const char* name, int64_t in_features, const LabelTree& given_tree, const LossOptions& options, std::vector<std::string> optional)
+    : TableLossImpl(name, classes_of(name, given_tree), options, std::move(optional)) {
   tree = register_module("tree", LabelTree(given_tree->parent, given_tree->node_class));
   edges = register_module("edges", torch::nn::Linear(torch::nn::LinearOptions(in_features, tree->num_edges()).bias(options.bias)));
 }
 
-std::optional<Tensor> TreeLossImpl::bias() const { return optional(edges->bias); }
-std::optional<Tensor> TreeLossImpl::class_weight() const { return optional(weight); }
+std::optional<Tensor> TreeTableImpl::bias() const { return optional(edges->bias); }
 
-void TreeLossImpl::load(torch::serialize::InputArchive& archive) {
+LabelTree TreeTableImpl::tree_of(torch::serialize::InputArchive& archive) const {
   torch::serialize::InputArchive state;
-  if (archive.try_read("tree", state)) {
-    LabelTree loaded = LabelTree::balanced(1);
-    loaded->load(state);
-    check_tree(loaded);
+  if (!archive.try_read("tree", state)) {
+    return tree;
   }
+  LabelTree loaded = LabelTree::balanced(1);
+  loaded->load(state);
+  return loaded;
+}
+
+void TreeTableImpl::load(torch::serialize::InputArchive& archive) {
+  check_tree(tree_of(archive));
   TableLossImpl::load(archive);
 }
 
-void TreeLossImpl::check_tree(const LabelTree& loaded) const {
+TreeLossImpl::TreeLossImpl(const char* name, int64_t in_features, LabelTree given_tree, const LossOptions& options)
+    : TreeTableImpl(name, in_features, given_tree, options, {"noise", "steps"}) {
+  TORCH_CHECK_VALUE(options.label_smoothing == 0, name, ": expected label_smoothing of 0, got ", options.label_smoothing);
+  TORCH_CHECK_VALUE(options.logit_scale == 1 && options.softcap == 0 && options.z_loss == 0, name,
+                    ": expected logit_scale of 1, no softcap and no z_loss, got ", options.logit_scale, ", ", options.softcap, " and ", options.z_loss);
+}
+
+std::optional<Tensor> TreeLossImpl::class_weight() const { return optional(weight); }
+
+void TreeTableImpl::check_tree(const LabelTree& loaded) const {
   TORCH_CHECK_VALUE(loaded->parent.sizes() == tree->parent.sizes() && loaded->num_classes() == tree->num_classes(), name_,
                     ": expected a checkpoint of a tree of ", tree->parent.size(0), " nodes and ", tree->num_classes(), " classes, got one of ",
                     loaded->parent.size(0), " and ", loaded->num_classes());
 }
 
-void TreeLossImpl::check_k(int64_t k) const {
+void TreeTableImpl::check_k(int64_t k) const {
   TORCH_CHECK_VALUE(k >= 0 && k <= tree->num_classes(), name_, ": expected k in [0, ", tree->num_classes(), "], got ", k);
 }
 
@@ -119,9 +129,11 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
   TORCH_CHECK_VALUE(beam_.beam >= beam_.num_candidates, name_, ": expected beam of at least num_candidates, ", beam_.num_candidates, ", got ", beam_.beam);
   // Nothing is outside all classes; a routed query has those of its own subset alone.
   const bool outside = beam_.num_candidates < tree->num_classes() || beam.routed;
-  TORCH_CHECK_VALUE(beam.noise_sampler.is_empty() || !beam.noise_sampler->follows_table(), name_,
-                    ": expected a noise_sampler that does not follow a class table, since a tree has none, got ", beam.noise_sampler->name());
-  noise = register_module("noise", noise_outside(name_, beam.noise_sampler.or_null(), outside ? beam.num_noises : 0, tree->num_classes(), in_features));
+  noise = register_module(
+      "noise",
+      noise_outside(
+          name_, beam.noise_sampler,
+          {.num_noises = outside ? beam.num_noises : 0, .num_classes = tree->num_classes(), .dim = in_features, .bias = options.bias, .follows_table = false}));
   noise->claim(name_);
   steps = register_buffer("steps", at::zeros({}, at::kLong));
   if (tree->depth() > 1) {
@@ -131,7 +143,7 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
 }
 
 void BeamTreeLossImpl::check_tree(const LabelTree& loaded) const {
-  TreeLossImpl::check_tree(loaded);
+  TreeTableImpl::check_tree(loaded);
   TORCH_CHECK_VALUE(!beam_.routed || (loaded->depth() == 2 && loaded->parent.index_select(0, loaded->class_node).gt(0).all().item<bool>()), name_,
                     ": expected a tree of one layer of subsets for routed");
 }

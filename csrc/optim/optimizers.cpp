@@ -1,5 +1,6 @@
 #include "core/mapped_file.h"
 #include "core/options.h"
+#include "optim/deferred_flushes.h"
 #include "optim/mapped_state.h"
 #include "optim/row_states.h"
 #include "optim/row_step.h"
@@ -71,6 +72,11 @@ std::vector<Tensor> tensors_of(const RowRule& rule, const torch::optim::Optimize
     }
   }
   return tensors;
+}
+
+void flush_rows(const RowRule& rule, const Tensor& param, const std::vector<Tensor>& state) {
+  const torch::NoGradGuard no_grad;
+  rule.find<void(const Tensor&, at::TensorList)>("_flush_").call(param, state);
 }
 
 bool keeps_rows(const RowParamState& state) { return state.tensors.at("step").scalar_type() == at::kLong; }
@@ -220,7 +226,14 @@ RowOptimizer::RowOptimizer(const RowRule& rule, const std::vector<torch::optim::
 
 RowOptimizer::~RowOptimizer() {
   try {
-    flush();
+    settle_deferred();
+    for_states([&](const Tensor& param, std::vector<Tensor> state) {
+      if (is_capturing(param)) {
+        defer_flush(param, std::move(state));
+      } else {
+        flush_rows(rule_, param, state);
+      }
+    });
   } catch (const c10::Error&) { // a table that has moved elsewhere
   }
 }
@@ -234,6 +247,7 @@ RowAdam::RowAdam(const std::vector<torch::optim::OptimizerParamGroup>& param_gro
 
 Tensor RowOptimizer::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
+  settle_deferred();
   Tensor loss;
   if (closure != nullptr) {
     const at::AutoGradMode enable_grad(true);
@@ -294,12 +308,16 @@ Tensor RowOptimizer::step(LossClosure closure) {
 }
 
 void RowOptimizer::flush() const {
-  const torch::NoGradGuard no_grad;
-  const auto flush = rule_.find<void(const Tensor&, at::TensorList)>("_flush_");
+  settle_deferred();
+  for_states([&](const Tensor& param, const std::vector<Tensor>& state) { flush_rows(rule_, param, state); });
+}
+
+template <typename Visit>
+void RowOptimizer::for_states(const Visit& visit) const {
   for (const auto& group : param_groups_) {
     for (const Tensor& param : group.params()) {
       if (const auto found = state_.find(param.unsafeGetTensorImpl()); found != state_.end()) {
-        flush.call(param, tensors_of(rule_, *found->second));
+        visit(param, tensors_of(rule_, *found->second));
       }
     }
   }

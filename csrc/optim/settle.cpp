@@ -1,6 +1,7 @@
 #include "optim/settle.h"
 
 #include "core/mapped_file.h"
+#include "optim/deferred_flushes.h"
 #include "optim/owed_steps.h"
 #include "optim/row_adam.h"
 #include "optim/row_sgd.h"
@@ -220,6 +221,11 @@ void forget_debt_op(at::TensorList state) { forget_debt(state); }
 void settle(const Tensor& table) { settle(table, false); }
 
 void settle(const Tensor& table, bool raised) {
+  settle_table(table, raised); // first: `raised` is of its version
+  settle_deferred();
+}
+
+void settle_table(const Tensor& table, bool raised) {
   if (table.has_storage() && table.layout() == at::kStrided) {
     Debts::all().settle(table, raised);
   }

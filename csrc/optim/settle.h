@@ -30,6 +30,8 @@ using FlushRows = void (*)(const at::Tensor& param, at::TensorList state);
 void settle(const at::Tensor& table);
 /// raised: the caller has raised the version by one, as torch.compile does for what a graph writes to.
 void settle(const at::Tensor& table, bool raised);
+/// The same without a look at flushes that were deferred (optim/deferred_flushes.h).
+void settle_table(const at::Tensor& table, bool raised = false);
 /// `state`: its first tensor counts the steps (int64), its last is "owed" (optim/owed_steps.h).
 void record_debt(const at::Tensor& param, at::TensorList state, FlushRows flush);
 /// Rows were made up by a flush of `param`.

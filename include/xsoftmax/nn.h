@@ -219,7 +219,9 @@ struct CaneOptions {
   torch::Tensor candidates = {};              ///< int64 [C]: for all queries; or a sampler draws them; or each call says
   samplers::Sampler candidate_sampler = {};
   int64_t num_noises = 1;                     ///< for each query, from outside the candidates
-  samplers::Sampler noise_sampler = {}; ///< private independent draws, tries * num_noises of them; none: uniform
+  /// Private independent draws, tries * num_noises of them, or a name, such as "log_uniform", which
+  /// has four tries; "uniform", and none, needs one.
+  samplers::SamplerOrName noise_sampler = {};
   std::string noise_reduction = "mean_of_logs";                   ///< or "log_of_mean"
   std::optional<bool> sparse_grad = std::nullopt; ///< row-sparse gradient of the table, or dense; none: what costs less
 };

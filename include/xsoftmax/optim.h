@@ -141,7 +141,10 @@ struct RowRule; // which operators an optimizer calls
 class RowOptimizer : public torch::optim::Optimizer {
  public:
   RowOptimizer(RowOptimizer&&) = default;
-  ~RowOptimizer() override; ///< calls flush(): what is owed would go with the state
+  /// Calls flush(): what is owed would go with the state. While the stream captures a CUDA graph, of
+  /// which the flush would become a part, it is deferred to the next step or flush of a row optimizer,
+  /// or settle(), outside of the capture; the parameter and its state stay alive until then.
+  ~RowOptimizer() override;
   torch::Tensor step(LossClosure closure = nullptr) override;
   /// Brings every row of every table up to date: applies what rows without a gradient still owe. O(N).
   void flush() const;
@@ -156,6 +159,8 @@ class RowOptimizer : public torch::optim::Optimizer {
 
  private:
   void check_shapes() const; // of state that was loaded
+  template <typename Visit>
+  void for_states(const Visit& visit) const; // visit(param, tensors of its state)
 
   const RowRule& rule_;
 };

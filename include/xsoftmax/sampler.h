@@ -105,6 +105,22 @@ class Sampler : public Holder<SamplerImpl> {
   const std::shared_ptr<SamplerImpl>& or_null() const { return impl_; }
 };
 
+/// Holds a sampler, or the name of one that the loss makes for its classes: an option may be `UniformSampler(n, 20)` or "log_uniform".
+class SamplerOrName : public Sampler {
+ public:
+  using Sampler::Sampler;
+  SamplerOrName() = default;
+  SamplerOrName(const Sampler& sampler) : Sampler(sampler) {}
+  SamplerOrName(std::string name) : name_(std::move(name)) {}
+  SamplerOrName(const char* name) : name_(name) {}
+
+  /// Returns the name, empty where there is none.
+  const std::string& name() const { return name_; }
+
+ private:
+  std::string name_;
+};
+
 /// Base of the samplers of the library: a description and its tensors, from which operators draw.
 class DescribedSamplerImpl : public SamplerImpl {
  public:

@@ -41,8 +41,28 @@ struct BeamOptions {
 
 namespace nn {
 
-/// Base of losses over a tree, of which each keeps a copy: a row of parameters on each edge. Losses over one tree share their checkpoints.
-class TreeLossImpl : public TableLossImpl {
+/// Base of modules over a tree, of which each keeps a copy: a row of parameters on each edge.
+class TreeTableImpl : public TableLossImpl {
+ public:
+  void load(torch::serialize::InputArchive& archive) override;
+
+  torch::nn::Linear edges{nullptr}; ///< edge e ends in node e + 1 of the tree
+  LabelTree tree{nullptr};
+
+ protected:
+  /// optional: names of modules and buffers that a checkpoint may lack.
+  TreeTableImpl(const char* name, int64_t in_features, const LabelTree& tree, const LossOptions& options, std::vector<std::string> optional);
+  /// Returns the tree of a checkpoint, or that of the module where it holds none.
+  LabelTree tree_of(torch::serialize::InputArchive& archive) const;
+  /// Checks a tree that is about to be loaded: it has as many nodes.
+  virtual void check_tree(const LabelTree& loaded) const;
+  void check_k(int64_t k) const; // of topk
+  const torch::nn::Linear& table() const override { return edges; }
+  std::optional<torch::Tensor> bias() const;
+};
+
+/// Base of losses over a tree. Losses over one tree share their checkpoints.
+class TreeLossImpl : public TreeTableImpl {
  public:
   TreeLossImpl(const char* name, int64_t in_features, LabelTree tree, const LossOptions& options);
 
@@ -53,17 +73,8 @@ class TreeLossImpl : public TableLossImpl {
   virtual std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k, const torch::Tensor& exclude = {}) const = 0;
   /// log-probabilities of all classes: [*, N].
   virtual torch::Tensor log_prob(const torch::Tensor& input) = 0;
-  void load(torch::serialize::InputArchive& archive) override;
-
-  torch::nn::Linear edges{nullptr}; ///< edge e ends in node e + 1 of the tree
-  LabelTree tree{nullptr};
 
  protected:
-  /// A tree that is about to be loaded: one of as many nodes.
-  virtual void check_tree(const LabelTree& loaded) const;
-  void check_k(int64_t k) const; // of topk
-  const torch::nn::Linear& table() const override { return edges; }
-  std::optional<torch::Tensor> bias() const;
   std::optional<torch::Tensor> class_weight() const;
 };
 
@@ -94,7 +105,10 @@ struct BeamTreeOptions {
   int64_t num_candidates = 0;   ///< the best of what the beam finds
   int64_t num_noises = 0;       ///< for each query, from outside the candidates
   std::optional<int64_t> beam = std::nullopt; ///< the width of the search; none: num_candidates
-  samplers::Sampler noise_sampler = {}; ///< private independent draws, tries * num_noises of them; none: uniform
+  /// Private independent draws, tries * num_noises of them, or a name, such as "log_uniform", which
+  /// has four tries; "uniform", and none, needs one. It follows no
+  /// class table.
+  samplers::SamplerOrName noise_sampler = {};
   std::string noise_reduction = "mean_of_logs";                   ///< or "log_of_mean"
   bool routed = false;          ///< candidates drawn from the best subset of a tree of one layer of subsets
   std::optional<int64_t> balance_every = std::nullopt; ///< steps; none: 100, more for large trees; 0: never
@@ -145,3 +159,5 @@ class BeamTreeLoss : public Holder<BeamTreeLossImpl> {
 
 } // namespace nn
 } // namespace xsoftmax
+
+#include <xsoftmax/hierarchical_matcher.h>

@@ -4,16 +4,16 @@ from typing import Any, Callable, Dict, List, Optional
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.types import Device
 
-from ._checks import check_count
+from ._checks import check_count, check_tensor
 from ._memory import device_of_values
 from ._sparse import canonical
 from ._table import TableModule, make_linear
 from .label_tree import LabelTree
 
-_TRANSFORMS = {"squared_hinge": "log-l3-hinge", "logistic": "log-sigmoid"}
+_LOSSES = ("logistic", "squared_hinge")
 
 
 @torch.library.register_fake("xsoftmax::shortlist")
@@ -67,6 +67,8 @@ class HierarchicalMatcher(TableModule):
         RuntimeError: as :class:`SampledSoftmaxLoss`.
     """
 
+    _option_names = ("loss", "beam", "reduction", "sparse_grad")
+
     def __init__(self, in_features: int, tree: LabelTree, *, loss: str = "squared_hinge", beam: int = 10, bias: bool = True,
                  reduction: str = "mean", sparse_grad: Optional[bool] = None, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
@@ -75,14 +77,18 @@ class HierarchicalMatcher(TableModule):
                             f"{type(tree).__name__}")
         if tree.depth == 0:
             raise ValueError("HierarchicalMatcher: expected a tree of at least 2 nodes, got 1")
-        if loss not in _TRANSFORMS:
-            raise ValueError(f"HierarchicalMatcher: expected loss as one of {sorted(_TRANSFORMS)}, got {loss!r}")
         self._init_table(in_features, tree.num_classes, reduction=reduction, sparse_grad=sparse_grad)
-        self.loss, self.transform = loss, _TRANSFORMS[loss]
-        self.beam = check_count("HierarchicalMatcher", "beam", beam, 1)
+        self._init_options(loss=loss, beam=beam)
         self.tree = tree.clone().to(device_of_values(device))
         self.edges = make_linear(self._name, self.in_features, tree.num_edges, bias, device, dtype)
         self.register_buffer("layer", torch.ones((), dtype=torch.int64, device="cpu"))
+
+    def _check_option(self, name: str, value: Any) -> Any:
+        if name == "loss" and value not in _LOSSES:
+            raise ValueError(f"{self._name}: expected loss as one of {[*_LOSSES]}, got {value!r}")
+        if name == "beam":
+            return check_count(self._name, name, value, 1)
+        return super()._check_option(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         layer = self.layer  # type: ignore[has-type]
@@ -98,68 +104,12 @@ class HierarchicalMatcher(TableModule):
         """The loss on the layer at work: input [*, D] and target int64 [*, T] -> a scalar, or [*] with reduction="none". Errors as
         :class:`HierarchicalMatcher`.
         """
-        queries = self._examples(input, target)
-        self._check_step()
-        layer = int(self.layer.item())
-        wanted = self._nodes(target.reshape(queries.size(0), target.size(-1)), layer)
-        nodes, offsets, right = torch.ops.xsoftmax.shortlist(self._reached(queries.detach(), layer), wanted, self.tree.first_child, self.tree.parent,
-                                                             self.tree.group_sizes[layer - 1])
-        nothing = right < 0  # places of a device that does not wait for how many there are
-        scores = torch.ops.xsoftmax.ragged_scores(queries, self.edges.weight, self.edges.bias, nodes - 1, offsets, self.sparse_grad)
-        each = self._each(scores.masked_fill(nothing, 0.0), right).masked_fill(nothing, 0.0)
-        if self.reduction == "sum":
-            return each.sum()
-        if self.reduction == "mean":
-            return each.sum() / queries.size(0)
-        return torch.segment_reduce(each, "sum", offsets=offsets, unsafe=True, initial=0.0).reshape(input.shape[:-1])
-
-    def _examples(self, input: Tensor, target: Tensor) -> Tensor:
-        queries = self._queries(input, None)
+        self._queries(input, None)
         target = self._given(input, target)
-        if target.dim() != input.dim() or target.shape[:-1] != input.shape[:-1]:
-            raise ValueError("HierarchicalMatcher: expected target of shape "
-                             f"{list(input.shape[:-1])} with one more dimension, for several "
-                             f"labels, got {list(target.shape)}")
-        if 1 < target.shape[-1] == self.num_classes:
-            raise ValueError(f"HierarchicalMatcher: expected ids of labels, [*, T] with T below their number, got shape {list(target.shape)}, a number "
-                             "for each label as multi-hot targets have")
-        return queries
-
-    def _begin(self, layer: int) -> int:
-        """The first node of a layer; of the one below the last: the number of nodes."""
-        begin = 1
-        for size in self.tree.layer_sizes[: layer - 1]:
-            begin += size
-        return begin
-
-    def _shortlist(self, queries: Tensor, right: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each query: nodes of the layer [R], offsets [Q + 1], which of the nodes are right [R]."""
-        return torch.ops.xsoftmax.shortlist(self._reached(queries, layer), right, self.tree.first_child, self.tree.parent)
-
-    def _each(self, scores: Tensor, right: Tensor) -> Tensor:
-        """The loss of each node on the shortlists."""
-        margin = (2 * right - 1) * scores
-        if self.loss == "squared_hinge":
-            return (1 - margin).clamp(min=0).square()
-        return nn.functional.softplus(-margin)
-
-    def _reached(self, queries: Tensor, layer: int) -> Tensor:
-        """The nodes of the layer above that the beam reaches: [Q, beam], -1 where there are fewer."""
-        end = self._begin(layer)
-        if end == 1:
-            return torch.zeros([queries.size(0), 1], dtype=torch.int64, device=queries.device)
-        bias = self.edges.bias
-        return torch.ops.xsoftmax.beam_search(queries, self.edges.weight[: end - 1], None if bias is None else bias[: end - 1],
-                                              self.tree.first_child[: end + 1].clamp(max=end),  # the layers above are a tree, too
-                                              torch.arange(end, device=queries.device), self.beam, self.transform)[1]
-
-    def _nodes(self, target: Tensor, layer: int) -> Tensor:
-        """The nodes of a layer above the right labels, -1 where there is none."""
-        node = torch.ops.xsoftmax.label_tree_nodes(self.tree.class_node, target.reshape(-1), -1).reshape(target.shape)
-        begin, end = self._begin(layer), self._begin(layer + 1)
-        for _ in range(self.tree.depth - layer):
-            node = torch.where(node >= end, self.tree.parent[node.clamp_min(0)], node)
-        return torch.where((target >= 0) & (node >= begin), node, -1)
+        self._check_step()
+        return torch.ops.xsoftmax.matcher_loss(
+            input, self.edges.weight, self.edges.bias, target, self.tree.tables(), self.tree.layer_sizes,
+            self.tree.group_sizes, int(self.layer.item()), self._options)
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
                               unexpected_keys: List[str], error_msgs: List[str]) -> None:
@@ -193,11 +143,8 @@ class HierarchicalMatcher(TableModule):
         if layer == self.tree.depth:
             return False
         self.settle()  # what a parent owes is not for its children to pay
-        begin, end = self._begin(layer + 1), self._begin(layer + 2)
-        parent = self.tree.parent[begin:end]
         for table in self.edges.parameters():
-            above = table[(parent - 1).clamp_min(0)]
-            table[begin - 1 : end - 1] = above
+            torch.ops.xsoftmax.matcher_next_layer_(table, self.tree.parent, self.tree.layer_sizes, layer)
         self.layer += 1
         return True
 
@@ -225,71 +172,12 @@ class HierarchicalMatcher(TableModule):
             ValueError: no example, another shape, or input, sums or scores that are not finite. Nothing has changed then.
             TypeError: input of another dtype than the weights, or target not int64.
         """
-        queries, table = self._examples(input, target), self.edges.weight
-        if len(queries) == 0:
-            raise ValueError("HierarchicalMatcher.init_from_prototypes: expected at least one example, got none")
-        if queries.dtype != table.dtype:
-            raise TypeError(f"HierarchicalMatcher.init_from_prototypes: expected input of the weights' dtype, {table.dtype}, got {queries.dtype}")
-        if not bool(queries.isfinite().all()):
-            raise ValueError("HierarchicalMatcher.init_from_prototypes: expected input of finite numbers, got others")
+        self._queries(input, None)
+        target = self._given(input, target)
         self.settle()  # the beam looks at the layers above; what rows owe is not for new ones to pay
-        layer = int(self.layer)
-        nodes = self._nodes(target.reshape(len(queries), -1), layer)
-        rows, shift = self._prototypes(queries, nodes, layer)
-        scale, offset = self._fit(queries, nodes, layer, rows, shift)
-
-        rows, shift = (rows * scale).to(table.dtype), (shift * scale + offset).to(table.dtype)
-        if not bool(rows.isfinite().all() & shift.isfinite().all()):
-            raise ValueError("HierarchicalMatcher.init_from_prototypes: expected input whose sums and scores are finite, got larger numbers")
-        edges = slice(self._begin(layer) - 1, self._begin(layer + 1) - 1)
-        table[edges] = rows
-        if self.edges.bias is not None:
-            self.edges.bias[edges] = shift
-
-    def _prototypes(self, queries: Tensor, nodes: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Of each node of the layer: sum_{i of c} (h_i - m) / sqrt(n_c), and its product with -m; in float32 at least."""
-        begin, count = self._begin(layer), self._begin(layer + 1) - self._begin(layer)
-        dtype = torch.promote_types(queries.dtype, torch.float32)
-        mean = queries.mean(0, dtype=dtype) if self.edges.bias is not None else queries.new_zeros(queries.size(1), dtype=dtype)
-        sums, counts = queries.new_zeros(count, queries.size(1), dtype=dtype), queries.new_zeros(count, dtype=dtype)
-        for block, right in zip(queries.split(4096), nodes.split(4096)):
-            right = right.sort(1).values  # a node above two labels of an example counts once
-            right[:, 1:][right[:, 1:] == right[:, :-1]] = -1
-            row, column = (right >= 0).nonzero(as_tuple=True)
-            found, at = (right[row, column] - begin).unique(return_inverse=True)  # a block meets some of the nodes: the others cost nothing
-            has = torch.sparse_coo_tensor(torch.stack([at, row]), torch.ones(len(at), dtype=dtype, device=at.device), (len(found), len(block)),
-                                          check_invariants=False)
-            sums.index_add_(0, found, has @ (block.to(dtype) - mean))
-            counts.index_add_(0, found, torch.bincount(at, minlength=len(found)).to(dtype))
-        sums /= counts.clamp(min=1).sqrt().unsqueeze(1)
-        return sums, -(sums @ mean)
-
-    def _fit(self, queries: Tensor, nodes: Tensor, layer: int, rows: Tensor, shift: Tensor) -> tuple[float, float]:
-        """scale and offset (0 without bias) with which the scores ``scale * (rows @ h + shift) + offset`` have the least loss."""
-        sample = torch.linspace(0, len(queries) - 1, min(len(queries), 4096), device=queries.device).long()
-        begin, scores, right = self._begin(layer), [], []
-        for part in sample.split(512):
-            on_list, offsets, is_right = self._shortlist(queries[part], nodes[part], layer)
-            scores.append(torch.ops.xsoftmax.ragged_scores(queries[part].to(rows.dtype), rows, shift, on_list - begin, offsets, False).double())
-            right.append(is_right.double())
-        score, is_right = torch.cat(scores), torch.cat(right)
-        unit = score.square().mean().sqrt() if len(score) else score.new_zeros(())
-        if not unit > 0:
-            return 1.0, 0.0
-        score /= unit
-        fit = score.new_zeros(2).requires_grad_()
-        optimizer = torch.optim.LBFGS([fit], max_iter=100, tolerance_grad=1e-9, tolerance_change=1e-12, line_search_fn="strong_wolfe")
-
-        def loss() -> Tensor:
-            optimizer.zero_grad()
-            value = self._each(fit[0] * score + (fit[1] if self.edges.bias is not None else 0), is_right).mean()
-            value.backward()
-            return value
-
-        with torch.enable_grad():
-            optimizer.step(loss)
-        scale, offset = fit.tolist()
-        return scale / unit.item(), offset
+        torch.ops.xsoftmax.matcher_init_layer_(
+            list(self.edges.parameters()), input, target, self.tree.tables(), self.tree.layer_sizes,
+            int(self.layer), self._options)
 
     @torch.jit.export
     def topk(self, input: Tensor, k: int, beam: Optional[int] = None, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
@@ -322,14 +210,11 @@ class HierarchicalMatcher(TableModule):
             raise ValueError(f"HierarchicalMatcher: expected all of {self.tree.depth} layers trained, got layer {int(self.layer.item())} at work; "
                              "see next_layer")
         k = self._best(k)
-        width = max(k, self.beam) if beam is None else beam
-        if width < k:
-            raise ValueError(f"HierarchicalMatcher: expected a beam of at least k={k}, got {width}")
-        scores, labels = torch.ops.xsoftmax.beam_search(self._table_queries(input, None), self.edges.weight, self.edges.bias,
-                                                        self.tree.first_child, self.tree.node_class,
-                                                        max(width, 1, self._with_excluded(k, input, exclude)), self.transform)
-        scores, labels = self._without_excluded(scores, labels, k, input, exclude)
-        return scores.exp().clamp_min(2.0**-126).masked_fill(labels < 0, 0.0), labels
+        if exclude is not None and not torch.jit.is_scripting():
+            check_tensor(self._name, "exclude", exclude)
+        self._table_queries(input, None)
+        return torch.ops.xsoftmax.matcher_topk(
+            input, self.edges.weight, self.edges.bias, self.tree.tables(), k, beam, exclude, self._options)
 
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:

@@ -7,6 +7,9 @@
 // the number of the dict and "state.NAME" at the start, "loss.STEP", "gradient.STEP.NAME", and "end.NAME" after flush(). Step i draws from a
 // generator of seed i.
 //
+// Of "HierarchicalMatcher" the dict has "prototypes" as well: whether each layer begins with them. All layers are trained on all
+// batches; "topk.scores", "topk.labels" and "predicted" are of the first batch, without its targets.
+//
 // Of "TwoTowerLoss" the dict has "options", "counts" (options or None), "learned" (the temperature), "state" and "steps", each a list of query, item, item_id,
 // vectors and ids of negatives, and weight; gradients are those of query, item, negatives and temperature, which SGD trains.
 
@@ -240,6 +243,19 @@ void read_state(torch::nn::Module& module, const Dict& state) {
   }
 }
 
+// Takes the optimizer's step of a loss, and notes the loss and its gradients.
+void take_step(const torch::nn::Module& module, optim::RowOptimizer& optimizer, const Tensor& value, int64_t step, Results& out) {
+  value.sum().backward();
+  out.insert("loss." + std::to_string(step), value.detach());
+  for (const auto& item : module.named_parameters()) {
+    if (item.value().grad().defined()) {
+      const Tensor grad = item.value().grad();
+      out.insert("gradient." + std::to_string(step) + "." + item.key(), (grad.is_sparse() ? grad.to_dense() : grad).clone());
+    }
+  }
+  optimizer.step();
+}
+
 Results run(const Dict& in) {
   Results out;
   Loss loss = make_loss(in);
@@ -253,18 +269,46 @@ Results run(const Dict& in) {
     optimizer->zero_grad();
     const Tensor input = inputs[step].clone(); // a slice would be aligned in another way, and products rounded
     const Tensor value = loss.call(input, targets[step], generator);
-    value.sum().backward();
-    out.insert("loss." + std::to_string(step), value.detach());
-    for (const auto& item : loss.module->named_parameters()) {
-      if (item.value().grad().defined()) {
-        const Tensor grad = item.value().grad();
-        out.insert("gradient." + std::to_string(step) + "." + item.key(), (grad.is_sparse() ? grad.to_dense() : grad).clone());
-      }
-    }
-    optimizer->step();
+    take_step(*loss.module, *optimizer, value, step, out);
   }
   optimizer->flush();
   write_state(*loss.module, "end.", out);
+  return out;
+}
+
+struct MatcherOptions : xsoftmax::HierarchicalMatcherOptions {
+  template <typename Visitor>
+  void visit(Visitor& v) {
+    HierarchicalMatcherOptions::visit(v);
+    v("bias", bias);
+  }
+};
+
+Results run_matcher(const Dict& in) {
+  Results out;
+  const auto tensors = in.at("tensors").toGenericDict();
+  const xsoftmax::LabelTree tree(tensor_of(tensors, "parent"), tensor_of(tensors, "node_class"));
+  nn::HierarchicalMatcher matcher(in.at("dim").toInt(), tree, parse<MatcherOptions>(in));
+  write_state(*matcher, "state.", out);
+  read_state(*matcher, in.at("state").toGenericDict());
+  const Tensor inputs = in.at("input").toTensor(), targets = in.at("target").toTensor();
+  int64_t count = 0;
+  do {
+    if (in.at("prototypes").toBool()) {
+      matcher->init_from_prototypes(inputs[0].clone(), targets[0]);
+    }
+    const auto optimizer = make_optimizer(in, matcher->parameters());
+    for (int64_t step = 0; step < inputs.size(0); ++step) {
+      optimizer->zero_grad();
+      take_step(*matcher, *optimizer, matcher(inputs[step].clone(), targets[step]), count++, out);
+    }
+    optimizer->flush();
+  } while (matcher->next_layer());
+  const auto [scores, labels] = matcher->topk(inputs[0].clone(), 5, std::nullopt, targets[0]);
+  out.insert("topk.scores", scores);
+  out.insert("topk.labels", labels);
+  out.insert("predicted", matcher->predict(inputs[0].clone()));
+  write_state(*matcher, "end.", out);
   return out;
 }
 
@@ -315,7 +359,9 @@ int main(int argc, char** argv) {
   const c10::IValue tasks = torch::pickle_load(bytes);
   for (const c10::IValue& in : tasks.toListRef()) {
     const Dict task = in.toGenericDict();
-    for (const auto& result : task.at("loss").toStringRef() == "TwoTowerLoss" ? run_towers(task) : run(task)) {
+    const std::string& loss = task.at("loss").toStringRef();
+    const auto train = loss == "TwoTowerLoss" ? run_towers : loss == "HierarchicalMatcher" ? run_matcher : run;
+    for (const auto& result : train(task)) {
       out.insert(std::to_string(number) + "." + result.key(), result.value());
     }
     ++number;

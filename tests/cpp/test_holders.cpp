@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cmath>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -121,6 +122,34 @@ TEST(Holders, SamplersTakeSamplers) {
   EXPECT_TRUE((cane(input, target) + tree(input, target)).isfinite().item<bool>());
 }
 
+double noisy(CaneLoss loss) {
+  torch::manual_seed(3);
+  const Tensor input = torch::randn({5, kWidth}), target = torch::arange(5) + 10;
+  const torch::NoGradGuard guard;
+  loss->linear->weight.uniform_(-1, 1);
+  return loss(input, target).item<double>();
+}
+
+TEST(Holders, NoiseIsGivenByName) {
+  const auto noise = [](const SamplerOrName& sampler) {
+    return noisy(CaneLoss(kWidth, kClasses, {.candidates = torch::arange(4), .num_noises = 3, .noise_sampler = sampler}));
+  };
+  const DrawOptions apart{.shared = false};
+  const double log_uniform = noise(LogUniformSampler(kClasses, 12, apart)), uniform = noise({}); // four tries each
+  EXPECT_EQ(noise("log_uniform"), log_uniform);
+  EXPECT_EQ(noise(std::string("log_uniform")), log_uniform);
+  EXPECT_EQ(noise("uniform"), uniform);
+  EXPECT_EQ(noise(nullptr), uniform);
+  EXPECT_NE(log_uniform, uniform);
+  EXPECT_THROW(noise("log uniform"), c10::ValueError);
+  EXPECT_TRUE(std::isfinite(noise("rff"))); // which needs the width of the table
+  const auto tree = [](const char* name) {
+    return BeamTreeLoss(kWidth, xsoftmax::LabelTree::balanced(kClasses), {.num_candidates = 2, .num_noises = 1, .noise_sampler = name});
+  };
+  EXPECT_TRUE(tree("log_uniform")(torch::randn({3, kWidth}), torch::arange(3)).isfinite().item<bool>());
+  EXPECT_THROW(tree("rff"), c10::ValueError); // a tree has no table to follow
+}
+
 TEST(Holders, BehaveAsThoseOfTorch) {
   UniformSampler none = nullptr;
   EXPECT_TRUE(none.is_empty());
@@ -143,6 +172,7 @@ static_assert(!std::is_constructible_v<SampledSoftmaxLoss, int, int>);
 static_assert(!std::is_constructible_v<UnionSampler, UniformSampler, int>);
 static_assert(!std::is_constructible_v<ComplementSampler, Tensor, int>);
 static_assert(!std::is_constructible_v<TwoTowerLoss, int>);
+static_assert(!std::is_constructible_v<HierarchicalMatcher, int, int>);
 static_assert(!std::is_default_constructible_v<UniformSampler>);
 
 } // namespace

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <sstream>
 
 namespace {
@@ -18,6 +19,7 @@ using xsoftmax::nn::BeamTreeLoss;
 using xsoftmax::nn::BeamTreeOptions;
 using xsoftmax::nn::CaneLoss;
 using xsoftmax::nn::CaneOptions;
+using xsoftmax::nn::HierarchicalMatcher;
 using xsoftmax::nn::HierarchicalSoftmaxLoss;
 using xsoftmax::nn::LossOptions;
 namespace F = torch::nn::functional;
@@ -123,8 +125,10 @@ TEST_F(Trees, TheBeamTreeLearns) {
   for (const bool routed : {false, true}) {
     torch::manual_seed(1);
     const auto unigram = samplers::UnigramSampler(torch::arange(1, kClasses + 1), 8, 0.75, samplers::DrawOptions{.shared = false}).ptr();
-    BeamTreeLoss loss(kWidth, routed ? LabelTree::from_frequencies(torch::ones({kClasses}), 5) : tree,
-                      BeamTreeOptions{.num_candidates = 6, .num_noises = 2, .noise_sampler = unigram, .noise_reduction = "log_of_mean", .routed = routed});
+    BeamTreeLoss loss(
+        kWidth, routed ? LabelTree::from_frequencies(torch::ones({kClasses}), 5) : tree,
+        BeamTreeOptions{
+            .num_candidates = 6, .num_noises = 2, .noise_sampler = unigram, .noise_reduction = "log_of_mean", .routed = routed, .sparse_grad = true});
     const Tensor x = 2 * torch::randn({kClasses, kWidth}), y = torch::arange(kClasses);
     const double first = loss->exact(x, y).item<double>();
     xsoftmax::optim::RowAdam optimizer(loss->parameters(), xsoftmax::optim::RowAdamOptions(0.05));
@@ -257,6 +261,61 @@ TEST_F(Trees, ACheckpointOfATreeThatDoesNotFitChangesNothing) {
   HierarchicalSoftmaxLoss of_deep(kWidth, deep);
   BeamTreeLoss of_subsets = routed(subsets);
   refused(of_deep, of_subsets);
+}
+
+TEST_F(Trees, AMatcherGoesOnFromItsCheckpoint) {
+  const Tensor labels = torch::tensor({{3, -1}, {0, 1}, {39, 38}, {-1, -1}, {2, 2}, {17, 3}, {17, -1}});
+  HierarchicalMatcher matcher(kWidth, tree, {.loss = "logistic", .beam = 2}), other(kWidth, LabelTree::balanced(kClasses, 3), {.loss = "logistic", .beam = 2});
+  EXPECT_THROW(matcher->topk(input, 3), c10::ValueError); // layers are still to be trained
+  {
+    xsoftmax::optim::RowAdam optimizer(matcher->parameters(), xsoftmax::optim::RowAdamOptions(0.1));
+    matcher(input, labels).backward();
+    EXPECT_TRUE(matcher->edges->weight.grad().is_sparse());
+    optimizer.step();
+  }
+  EXPECT_TRUE(matcher->next_layer());
+  matcher->to(torch::kBFloat16); // no layer of 2.0
+  matcher->to(torch::kFloat);
+  matcher->init_from_prototypes(input, labels);
+  roundtrip(matcher, other);
+  EXPECT_EQ(other->layer.item<int64_t>(), 2);
+  EXPECT_EQ(other->layer.scalar_type(), torch::kLong);
+  while (matcher->next_layer()) {
+    EXPECT_TRUE(other->next_layer());
+  }
+  EXPECT_FALSE(other->next_layer());
+  EXPECT_TRUE(torch::equal(matcher(input, labels), other(input, labels)));
+  const auto [scores, found] = matcher->topk(input, 4, kClasses, labels);
+  EXPECT_TRUE(torch::equal(found, std::get<1>(other->topk(input, 4, kClasses, labels))));
+  EXPECT_TRUE(torch::equal(matcher->predict(input), std::get<1>(other->topk(input, 1)).squeeze(1)));
+  EXPECT_FALSE(found.unsqueeze(2).eq(labels.unsqueeze(1)).any().item<bool>());
+  EXPECT_TRUE(scores.gt(0).logical_and(scores.le(1)).all().item<bool>());
+}
+
+TEST_F(Trees, AMatcherRefusesWhatDoesNotFitAndChangesNothing) {
+  HierarchicalMatcher matcher(kWidth, tree), other(kWidth, tree);
+  const Tensor labels = torch::zeros({7, 2}, torch::kLong), before = matcher->edges->weight.detach().clone();
+  EXPECT_THROW(matcher(input, labels.slice(0, 1)), c10::ValueError);
+  EXPECT_THROW(matcher(input, labels.to(torch::kFloat)), c10::TypeError);
+  EXPECT_THROW(matcher(input, labels + kClasses), c10::IndexError);
+  EXPECT_THROW(matcher(input, torch::zeros({7, kClasses}, torch::kLong)), c10::ValueError); // multi-hot
+  EXPECT_THROW(matcher->init_from_prototypes(input.slice(0, 0, 0), labels.slice(0, 0, 0)), c10::ValueError);
+  EXPECT_THROW(matcher->init_from_prototypes(input * std::numeric_limits<double>::infinity(), labels), c10::ValueError);
+  for (const int64_t layer : {int64_t(0), tree->depth() + 1}) {
+    other->layer.fill_(layer);
+    std::stringstream stream;
+    torch::save(other, stream);
+    EXPECT_THROW(torch::load(matcher, stream), c10::ValueError);
+  }
+  EXPECT_EQ(matcher->layer.item<int64_t>(), 1);
+  EXPECT_TRUE(torch::equal(matcher->edges->weight, before));
+  matcher->layer.fill_(tree->depth());
+  EXPECT_THROW(matcher->topk(input, kClasses + 1), c10::ValueError);
+  EXPECT_THROW(matcher->topk(input, 3, 2), c10::ValueError);
+  EXPECT_THROW(HierarchicalMatcher(kWidth, tree, {.loss = "hinge"}), c10::ValueError);
+  EXPECT_THROW(HierarchicalMatcher(kWidth, tree, {.beam = 0}), c10::ValueError);
+  EXPECT_THROW(HierarchicalMatcher(kWidth, tree, {.reduction = "max"}), c10::ValueError);
+  EXPECT_THROW(HierarchicalMatcher(kWidth, LabelTree::balanced(1)), c10::ValueError);
 }
 
 TEST_F(Trees, BadArguments) {

@@ -5,6 +5,7 @@ import pytest
 import scipy.sparse as sp
 import torch
 
+import op_samples
 import xsoftmax as xs
 
 ops = torch.ops.xsoftmax
@@ -98,7 +99,7 @@ def naive_loss(matcher, input, target, layer):
 @pytest.mark.parametrize("loss", ["squared_hinge", "logistic"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_loss_and_its_gradient_on_every_layer(name, loss, bias):
-    matcher, input, target = make(name, loss=loss, bias=bias, beam=2, reduction="none")
+    matcher, input, target = make(name, loss=loss, bias=bias, beam=2, reduction="none", sparse_grad=True)
     input.requires_grad_()
     for layer in range(1, matcher.tree.depth + 1):
         assert int(matcher.layer) == layer
@@ -256,7 +257,7 @@ def test_prototypes_refuse_what_does_not_fit_and_change_nothing():
     for one, other, error, message in ((input[:0], target[:0], ValueError, "expected at least one example, got none"),
                                        (input, target[:3], ValueError, r"expected target of shape \[20\] with one more dimension"),
                                        (input, target[:, 0], ValueError, r"expected target of shape \[20\] with one more dimension"),
-                                       (input.bfloat16(), target, TypeError, "expected input of the weights' dtype, torch.float32, got torch.bfloat16"),
+                                       (input.bfloat16(), target, TypeError, "expected input of the table's dtype float32, got bfloat16"),
                                        (broken, target, ValueError, "expected input of finite numbers"),
                                        (input * 1e38, target, ValueError, "expected input .*finite"),
                                        (input, target + 40, IndexError, "class|label|target")):
@@ -330,6 +331,23 @@ def test_scripted_compiled_and_low_precision():
     torch.testing.assert_close(torch.compile(matcher, backend="eager")(input, target), want)
     low = make(beam=2, dtype=torch.bfloat16)[0]
     assert low(input.bfloat16(), target).isfinite()
+
+
+@pytest.mark.parametrize("name", ["matcher_init_layer_", "matcher_loss", "matcher_next_layer_", "matcher_topk"])
+def test_opcheck(name):
+    torch.library.opcheck(getattr(ops, name).default, op_samples.samples()[name])
+
+
+def test_options_that_are_assigned():
+    """A step takes what the attributes say, and refuses what the constructor refuses."""
+    matcher, input, target = make(beam=1)
+    matcher.next_layer()
+    for option, value in (("beam", 100), ("loss", "logistic"), ("reduction", "sum")):
+        setattr(matcher, option, value)
+        torch.testing.assert_close(matcher(input, target), naive_loss(matcher, input, target, 2).sum() / (20 if matcher.reduction == "mean" else 1))
+    for option, value in (("beam", 0), ("loss", "hinge"), ("reduction", "max")):
+        with pytest.raises(ValueError, match=f"HierarchicalMatcher: expected .*{option}"):
+            setattr(matcher, option, value)
 
 
 def test_no_right_labels_and_no_queries():

@@ -166,3 +166,57 @@ def test_two_towers_take_the_same_steps(name, tmp_path):
     other = make()
     other.load_state_dict(state_of(cpp, "end."))
     assert_same_bits(later, train_towers(other, tower_steps(hard, STEPS), learned))
+
+
+MATCHERS = {
+    "squared hinge": dict(sparse_grad=True),
+    "logistic, prototypes, no bias": dict(loss="logistic", beam=2, bias=False, reduction="sum", sparse_grad=True, prototypes=True),
+    "prototypes, dense gradients": dict(beam=3, reduction="none", sparse_grad=False, prototypes=True),
+}
+
+
+def matcher_batches():
+    made = torch.Generator().manual_seed(5)
+    return torch.randn(STEPS, 6, D, generator=made), torch.randint(-1, N, (STEPS, 6, 3), generator=made)
+
+
+def train_matcher(matcher, prototypes):
+    """What the program returns."""
+    out = {"state." + name: tensor for name, tensor in clones(matcher.state_dict()).items()}
+    inputs, targets = matcher_batches()
+    count, more = 0, True
+    while more:
+        if prototypes:
+            matcher.init_from_prototypes(inputs[0].clone(), targets[0])
+        optimizer = xs.optim.RowAdam(matcher.parameters(), lr=0.1)
+        for input, target in zip(inputs, targets):
+            optimizer.zero_grad()
+            value = matcher(input.clone(), target)
+            value.sum().backward()
+            out[f"loss.{count}"] = value.detach()
+            out |= {f"gradient.{count}.{name}": parameter.grad.to_dense().clone() for name, parameter in matcher.named_parameters()}
+            optimizer.step()
+            count += 1
+        optimizer.flush()
+        more = matcher.next_layer()
+    out["topk.scores"], out["topk.labels"] = matcher.topk(inputs[0].clone(), 5, exclude=targets[0])
+    out["predicted"] = matcher.predict(inputs[0].clone())
+    return out | {"end." + name: tensor for name, tensor in clones(matcher.state_dict()).items()}
+
+
+@pytest.mark.parametrize("name", MATCHERS)
+def test_matchers_take_the_same_steps(name, tmp_path):
+    options = dict(MATCHERS[name])
+    prototypes = options.pop("prototypes", False)
+    tree = xs.LabelTree.random(N, 3, generator=torch.Generator().manual_seed(0))
+    matcher = xs.HierarchicalMatcher(D, tree, **options)
+    start = clones(matcher.state_dict())
+    python = train_matcher(matcher, prototypes)
+    inputs, targets = matcher_batches()
+    spec = {"loss": "HierarchicalMatcher", "dim": D, "options": option_text(**options), "prototypes": prototypes, "optimizer": "RowAdam",
+            "optimizer_options": option_text(lr=0.1), "tensors": dict(parent=tree.parent, node_class=tree.node_class), "input": inputs, "target": targets}
+    cpp, later = run_in_cpp([spec | {"state": start}, spec | {"state": state_of(python, "end.")}], tmp_path)
+    assert_same_bits(cpp, python)
+    other = xs.HierarchicalMatcher(D, tree, **options)
+    other.load_state_dict(state_of(cpp, "end."))
+    assert_same_bits(later, train_matcher(other, prototypes))

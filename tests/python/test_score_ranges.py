@@ -130,7 +130,7 @@ def test_the_matcher_reports_what_it_finds():
     input = torch.randn(20, 8)
     scores, labels = matcher.topk(input, 40)
     logs, of_logs = torch.ops.xsoftmax.beam_search(input.double(), double.edges.weight, double.edges.bias, tree.first_child, tree.node_class, 40,
-                                                   double.transform)
+                                                   "log-l3-hinge")
     in_order = logs.gather(1, of_logs.argsort(1)).gather(1, labels)
     assert (in_order.diff(dim=1) <= 1e-5 * (1 + in_order[:, 1:].abs())).all()
     assert (scores > 0).all() and (scores < 1e-37).any() and (scores.diff(dim=1) <= 0).all()
