@@ -17,6 +17,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/products.cpp
   csrc/core/regular_file.cpp
   csrc/core/row_groups.cpp
+  csrc/core/row_tables.cpp
   csrc/core/scale_gradient.cpp
   csrc/core/sparse_rows.cpp
   csrc/core/state_lock.cpp

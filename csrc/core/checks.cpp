@@ -144,7 +144,7 @@ bool is_plain(const at::Tensor& tensor) {
   return (tensor.is_cpu() || tensor.is_cuda()) && !at::isTensorSubclassLike(tensor) && !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
 }
 
-bool can_read(const at::Tensor& tensor) { return tensor.is_cpu() && is_plain(tensor); }
+bool can_read(const at::Tensor& tensor) { return tensor.is_cpu() && is_plain(tensor) && !tensor._is_zerotensor() && !tensor.is_neg(); }
 
 bool has_gradient(const at::Tensor& tensor) { return tensor.requires_grad() || tensor._fw_grad(0).defined(); }
 

@@ -6,6 +6,7 @@
 #include "core/optional.h"
 #include "core/options.h"
 #include "core/scale_gradient.h"
+#include "core/row_tables.h"
 #include "core/shape_checks.h"
 #include "losses/candidate_loss.h"
 #include "losses/logit_transform.h"
@@ -109,6 +110,7 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     const auto parsed = parse_options<SampledSoftmaxOptions>(kOp, options);
     ctx->save_for_backward({input, weight, grad_input, grad_scores, row_ids, columns.shared_ids.value_or(Tensor()), target});
     ctx->saved_data["ignore_index"] = parsed.ignore_index;
+    note_row_tables(parsed.sparse_grad, weight, bias);
     ctx->saved_data["sparse_grad"] = parsed.sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
     return put_together(loss, share);

@@ -316,6 +316,7 @@ void check_ids(const char* op, const Tensor& input, const Tensor& weight, const 
 }
 
 Tensor as_queries(const char* op, const Tensor& input, const Tensor& weight) {
+  check::given_tensors(op, {{"input", &input}, {"weight", &weight}});
   check::dim(op, "weight", weight, 2);
   TORCH_CHECK_VALUE(input.dim() >= 1 && input.sym_size(-1) == weight.sym_size(1), op, ": expected input of shape [*, ", weight.sym_size(1), "], got ",
                     input.sym_sizes());

@@ -1,4 +1,5 @@
 #include "core/mapped_file.h"
+#include "core/row_tables.h"
 #include "core/options.h"
 #include "optim/deferred_flushes.h"
 #include "optim/mapped_state.h"
@@ -284,7 +285,7 @@ Tensor RowOptimizer::step(LossClosure closure) {
         if (is_sparse) {
           sparse_gradient(rule_.name, param.grad()); // which says what is wrong, before state is made
         }
-        tensors = make_state.call(param, is_sparse, text);
+        tensors = make_state.call(param, is_sparse || is_row_table(param), text);
         fresh.emplace_back(param.unsafeGetTensorImpl(), std::make_unique<RowParamState>());
         for (size_t i = 0; i < tensors.size(); ++i) {
           fresh.back().second->tensors[rule_.state[i]] = tensors[i];

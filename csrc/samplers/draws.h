@@ -32,6 +32,11 @@ XS_HOST_DEVICE inline int64_t log_uniform_draw(uint64_t seed, uint64_t query, ui
   return id < low ? low : (id >= high ? high - 1 : id);
 }
 
+/// The logarithm of a class's expected count among log-uniform draws from [low, high), in double: ln c and ln q nearly cancel.
+XS_HOST_DEVICE inline float log_uniform_count(int64_t id, int64_t low, int64_t high, double log_scale) {
+  return id < low || id >= high ? float(-INFINITY) : float(std::log(std::log1p(1 / (double(id) + 1))) + log_scale);
+}
+
 /// A row of an alias table (alias_sample.h), read as one.
 struct AliasBin { int64_t threshold, alias; };
 

@@ -1,11 +1,17 @@
+#include "core/impl.h"
 #include "samplers/draws.h"
 #include "samplers/log_uniform_sample.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 namespace xsoftmax {
 namespace {
+
+constexpr int64_t kCountsPerTask = 4096;
 
 at::Tensor log_uniform_sample_cpu(const at::Tensor& seed, int64_t low, int64_t high, std::optional<int64_t> num_queries, int64_t num_samples) {
   check_log_uniform_sample(seed, low, high, num_queries, num_samples);
@@ -23,8 +29,25 @@ at::Tensor log_uniform_sample_cpu(const at::Tensor& seed, int64_t low, int64_t h
   return out;
 }
 
+at::Tensor log_uniform_log_count_cpu(const at::Tensor& ids, int64_t low, int64_t high, double log_scale) {
+  check_log_uniform_log_count(ids, low, high);
+  if (use_reference()) {
+    return log_uniform_log_count_reference(ids, low, high, log_scale);
+  }
+  const at::Tensor flat = ids.contiguous(), counts = at::empty(ids.sizes(), ids.options().dtype(at::kFloat));
+  const int64_t* const id = flat.const_data_ptr<int64_t>();
+  float* const count = counts.mutable_data_ptr<float>();
+  at::parallel_for(0, flat.numel(), kCountsPerTask, [&](int64_t first, int64_t last) {
+    std::transform(id + first, id + last, count + first, [&](int64_t i) { return log_uniform_count(i, low, high, log_scale); });
+  });
+  return counts;
+}
+
 } // namespace
 
-TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("log_uniform_sample", log_uniform_sample_cpu); }
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+  m.impl("log_uniform_sample", log_uniform_sample_cpu);
+  m.impl("log_uniform_log_count", log_uniform_log_count_cpu);
+}
 
 } // namespace xsoftmax

@@ -1,7 +1,9 @@
+#include "core/impl.h"
 #include "samplers/draws.h"
 #include "samplers/log_uniform_sample.h"
 #include "samplers/sampling_cuda.cuh"
 
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 namespace xsoftmax {
@@ -23,8 +25,32 @@ at::Tensor log_uniform_sample_cuda(const at::Tensor& seed, int64_t low, int64_t 
   return ids;
 }
 
+__global__ void log_uniform_count_kernel(float* counts, const int64_t* ids, int64_t total, int64_t low, int64_t high, double log_scale) {
+  for (int64_t i = cuda::global_thread(); i < total; i += cuda::grid_threads()) {
+    counts[i] = log_uniform_count(ids[i], low, high, log_scale);
+  }
+}
+
+at::Tensor log_uniform_log_count_cuda(const at::Tensor& ids, int64_t low, int64_t high, double log_scale) {
+  check_log_uniform_log_count(ids, low, high);
+  if (use_reference()) {
+    return log_uniform_log_count_reference(ids, low, high, log_scale);
+  }
+  const c10::cuda::CUDAGuard guard(ids.device());
+  const at::Tensor flat = ids.contiguous(), counts = at::empty(ids.sizes(), ids.options().dtype(at::kFloat));
+  if (flat.numel() > 0) {
+    log_uniform_count_kernel<<<cuda::grid_size(flat.numel(), cuda::kThreads), cuda::kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        counts.mutable_data_ptr<float>(), flat.const_data_ptr<int64_t>(), flat.numel(), low, high, log_scale);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+  return counts;
+}
+
 } // namespace
 
-TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) { m.impl("log_uniform_sample", log_uniform_sample_cuda); }
+TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
+  m.impl("log_uniform_sample", log_uniform_sample_cuda);
+  m.impl("log_uniform_log_count", log_uniform_log_count_cuda);
+}
 
 } // namespace xsoftmax

@@ -5,6 +5,7 @@
 #include "core/memory.h"
 #include "core/options.h"
 #include "samplers/adaptive.h"
+#include "samplers/log_uniform_sample.h"
 #include "samplers/modules.h"
 #include "samplers/static_tail.h"
 #include "samplers/streaming_counts.h"
@@ -185,15 +186,12 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
                    [&](int64_t i) { return i < options.low || i >= options.num_classes ? float(-kInfinity) : count; });
     return counts;
   }
-  Tensor log_count;
-  if (options.law == "uniform") {
-    log_count = at::full({}, uniform_log_count(options), ids.options().dtype(at::kFloat));
-  } else {
+  if (options.law == "log_uniform") {
     const double log_span = std::log(std::log1p(double(options.num_classes)) - std::log1p(double(options.low)));
-    log_count = ids.to(at::kDouble).clamp_min_(0.0).add_(1).reciprocal_().log1p_().log_().add_(log_of(options.num_samples) - log_span);
+    return log_uniform_log_count(ids, options.low, options.num_classes, log_of(options.num_samples) - log_span);
   }
-  const Tensor outside = ids.lt(options.low).logical_or_(ids.ge(options.num_classes));
-  return log_count.to(at::kFloat).masked_fill(outside, -kInfinity);
+  const Tensor log_count = at::full({}, uniform_log_count(options), ids.options().dtype(at::kFloat));
+  return log_count.masked_fill(ids.lt(options.low).logical_or_(ids.ge(options.num_classes)), -kInfinity);
 }
 
 // Of what was drawn, the uniform law knows the counts without a look.

@@ -4,6 +4,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
+#include "core/row_tables.h"
 #include "core/shape_checks.h"
 #include "scores/row_gradient.h"
 #include "xsoftmax/ops.h"
@@ -52,6 +53,7 @@ class CandidateScores : public torch::autograd::Function<CandidateScores> {
                         const OptionalTensor& private_ids, const OptionalTensor& shared_ids, std::optional<bool> sparse_grad) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({input, weight, private_ids.value_or(Tensor()), shared_ids.value_or(Tensor())});
+    note_row_tables(sparse_grad, weight, bias);
     ctx->saved_data["sparse_grad"] = sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
     return candidate_scores(input, weight, bias, private_ids, shared_ids, sparse_grad);

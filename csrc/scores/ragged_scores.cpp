@@ -5,6 +5,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
+#include "core/row_tables.h"
 #include "core/shape_checks.h"
 #include "scores/row_gradient.h"
 #include "xsoftmax/ops.h"
@@ -56,6 +57,7 @@ class RaggedScores : public torch::autograd::Function<RaggedScores> {
                         const Tensor& offsets, std::optional<bool> sparse_grad) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({input, weight, ids, offsets});
+    note_row_tables(sparse_grad, weight, bias);
     ctx->saved_data["sparse_grad"] = sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
     return ragged_scores(input, weight, bias, ids, offsets, sparse_grad);

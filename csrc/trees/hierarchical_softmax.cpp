@@ -6,6 +6,7 @@
 #include "core/dtypes.h"
 #include "core/optional.h"
 #include "core/scale_gradient.h"
+#include "core/row_tables.h"
 #include "core/shape_checks.h"
 #include "trees/tree_scores.h"
 #include "trees/ways.h"
@@ -88,6 +89,7 @@ class HierarchicalSoftmax : public torch::autograd::Function<HierarchicalSoftmax
     ctx->save_for_backward({input, weight, first_child, parent, nodes, grad_input, grad_edges});
     ctx->saved_data["layer_sizes"] = layer_sizes.vec();
     ctx->saved_data["group_sizes"] = group_sizes.vec();
+    note_row_tables(sparse_grad, weight, bias);
     ctx->saved_data["sparse_grad"] = sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
     return loss;

@@ -4,6 +4,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
+#include "core/row_tables.h"
 #include "core/shape_checks.h"
 
 #include <ATen/TensorOperators.h>
@@ -55,6 +56,7 @@ class TreeScores : public torch::autograd::Function<TreeScores> {
     ctx->save_for_backward({input, weight, parent, nodes});
     ctx->saved_data["layer_sizes"] = layer_sizes.vec();
     ctx->saved_data["differences_only"] = differences_only;
+    note_row_tables(sparse_grad, weight, bias);
     ctx->saved_data["sparse_grad"] = sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
     return tree_scores(input, weight, bias, parent, nodes, layer_sizes, differences_only, sparse_grad);

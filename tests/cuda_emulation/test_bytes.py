@@ -210,6 +210,12 @@ def uniform_distinct_draws():
 
 
 @case
+def log_uniform_counts():
+    ids = torch.randint(1_000_000, (400, 20))
+    return Case(lambda: ops.log_uniform_log_count(ids, 0, 1_000_000, 0.5), "log_uniform_count_kernel", memory=ids.numel() * (8 + 4), shape="400 x 20 ids")
+
+
+@case
 def log_uniform_draws():
     return Case(lambda: ops.log_uniform_sample(seed(), 0, 1_000_000, **DRAWS), "draw_kernel", memory=WRITTEN, shape=f"{DRAWN} of 1M")
 

@@ -68,6 +68,17 @@ def test_log_uniform_draws_invert_the_distribution():
     assert (np.abs(ids.numpy() - want) <= 1).all() and (ids.numpy() == want).mean() > 0.999
 
 
+@pytest.mark.parametrize("layout", [lambda ids: ids, lambda ids: ids.t(), lambda ids: ids[:, ::2]], ids=["contiguous", "transposed", "strided"])
+def test_log_uniform_counts_are_those_of_the_distribution(impl, layout):
+    low, high, draws = 2, 10_000_000, 7
+    ids = layout(torch.cat([torch.arange(-2, 6), torch.randint(high, (5000,)), torch.tensor([high - 1, high, 2**63 - 1, -(2**63)])]).view(4, 1253))
+    got = ops.log_uniform_log_count(ids, low, high, math.log(draws) - math.log(math.log((high + 1) / (low + 1))))
+    inside = (ids >= low) & (ids < high)
+    share = torch.log1p(1 / (ids.clamp(min=0).double() + 1)) / math.log((high + 1) / (low + 1))
+    assert got.dtype == torch.float32 and got.shape == ids.shape
+    torch.testing.assert_close(got, torch.where(inside, (draws * share).log(), -math.inf).float(), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("weights", [
     zipf(1), zipf(1000, 3.0), torch.ones(17, dtype=torch.float64), torch.tensor([0, 0, 5.0, 0, 1e-12, 1e300, 0], dtype=torch.float64),
     torch.tensor([0.1] * 10 + [0.0] * 3, dtype=torch.float64)])
