@@ -85,10 +85,9 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         const TreeTables tables(kOp, tree);
         return beam_tree_step({input, weight, bias, target, tables, layer_sizes, outside, std::move(generator), steps, class_weight}, options, options);
       });
-  m.def(
-      "beam_tree_count_step_(Tensor(a!) weight, Tensor(b!)? bias, Tensor[] tree, int[] layer_sizes, Tensor(c!)? steps, str options) -> ()",
-      [](const Tensor& weight, const OptionalTensor& bias, at::TensorList tree, at::IntArrayRef layer_sizes, const OptionalTensor& steps,
-         std::string_view text) { count_step(weight, bias, {kOp, tree}, layer_sizes, steps, parse_options<BeamTreeStepOptions>(kOp, text)); });
+  m.def("beam_tree_count_step_(Tensor(a!) weight, Tensor(b!)? bias, Tensor[] tree, int[] layer_sizes, Tensor(c!)? steps, str options) -> ()",
+        [](const Tensor& weight, const OptionalTensor& bias, at::TensorList tree, at::IntArrayRef layer_sizes, const OptionalTensor& steps,
+           std::string_view text) { count_step(weight, bias, {kOp, tree}, layer_sizes, steps, parse_options<BeamTreeStepOptions>(kOp, text)); });
 }
 
 } // namespace xsoftmax

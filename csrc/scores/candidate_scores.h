@@ -28,7 +28,8 @@ c10::SymInt candidate_rows(const std::optional<at::Tensor>& private_ids, const s
 
 /// The composites in ATen calls: any device, and the oracle of the tests.
 at::Tensor candidate_scores_reference(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                      const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids, std::optional<bool> sparse_grad);
+                                      const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids,
+                                      std::optional<bool> sparse_grad);
 RowGradients candidate_scores_backward_reference(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
                                                  const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids,
                                                  std::array<bool, 3> output_mask, const std::optional<at::Tensor>& scale, bool dense);

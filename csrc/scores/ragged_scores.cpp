@@ -40,7 +40,8 @@ Tensor query_of_ids(const Tensor& ids, const Tensor& offsets) {
   return at::searchsorted(ends, at::arange(ids.size(0), offsets.options()), /*out_int32=*/false, /*right=*/true);
 }
 
-Tensor ragged_scores_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, std::optional<bool>) {
+Tensor ragged_scores_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets,
+                          std::optional<bool>) {
   check_ragged_scores(input, weight, bias, ids, offsets);
   return at::empty_symint({ids.sym_size(0)}, input.options().dtype(opmath_dtype(input.scalar_type())));
 }
@@ -88,7 +89,8 @@ Tensor ragged_scores_autocast(const Tensor& input, const Tensor& weight, const O
 
 } // namespace
 
-Tensor ragged_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, std::optional<bool> sparse_grad) {
+Tensor ragged_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets,
+                     std::optional<bool> sparse_grad) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::ragged_scores", "").typed<decltype(ragged_scores_reference)>();
   return op.call(input, weight, bias, ids, offsets, sparse_grad);
 }
@@ -113,7 +115,8 @@ void check_ragged_scores_backward(const Tensor& grad, const Tensor& input, const
   check::dtype(op, "grad", grad, opmath_dtype(input.scalar_type()));
 }
 
-Tensor ragged_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, std::optional<bool>) {
+Tensor ragged_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets,
+                               std::optional<bool>) {
   check_ragged_scores(input, weight, bias, ids, offsets);
   const auto dtype = opmath_dtype(input.scalar_type());
   const Tensor query = input.index_select(0, query_of_ids(ids, offsets)).to(dtype);

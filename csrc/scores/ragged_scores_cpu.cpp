@@ -29,7 +29,8 @@ Ids checked_ids(const char* op, const Tensor& weight, const Tensor& ids, const T
   return result;
 }
 
-Tensor ragged_scores_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, std::optional<bool> sparse_grad) {
+Tensor ragged_scores_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets,
+                         std::optional<bool> sparse_grad) {
   check_ragged_scores(input, weight, bias, ids, offsets);
   const Ids checked = checked_ids("ragged_scores", weight, ids, offsets);
   if (use_reference()) {

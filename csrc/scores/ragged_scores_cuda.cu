@@ -16,7 +16,8 @@ using at::Tensor;
 
 constexpr int64_t kPacked = -1; // scores lie at their pair's position
 
-Tensor ragged_scores_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, std::optional<bool> sparse_grad) {
+Tensor ragged_scores_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets,
+                          std::optional<bool> sparse_grad) {
   check_ragged_scores(input, weight, bias, ids, offsets);
   const c10::cuda::CUDAGuard guard(input.device());
   if (use_reference()) {

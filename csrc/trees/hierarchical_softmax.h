@@ -25,7 +25,8 @@ namespace xsoftmax {
 // loss in float32 or float64. Backward: grad_input [Q, D] and a row-sparse gradient of the edges over R = sum(min(Q group, size)) rows: the
 // edges that are touched, once each, then the last again with zeros. The gradients are made with the loss, where they are wanted.
 at::Tensor hierarchical_softmax(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& first_child,
-                                const at::Tensor& parent, const at::Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::optional<bool> sparse_grad);
+                                const at::Tensor& parent, const at::Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
+                                std::optional<bool> sparse_grad);
 
 // hierarchical_topk(input, weight, bias, first_child, node_class, k) -> (log-probabilities, classes) [Q, k]: the k most probable classes,
 // best first, by a best-first search from the root: exact, since no class is more probable than the nodes above it. Of equal ones those of

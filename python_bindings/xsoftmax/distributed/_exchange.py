@@ -73,7 +73,8 @@ class ScoresOfAll(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         everyone, weight, counts, private, shared = ctx.saved_tensors
         of_queries, *of_table = ctx.needs_input_grad[:3]
-        finish, result = None, [None] * 9
+        finish = None
+        result: List[Optional[Tensor]] = [None] * 9
         dense = not is_row_sparse(ctx.sparse_grad, private.numel() + (0 if shared is None else len(shared)), len(weight))
 
         def gradients(*wanted: bool) -> Any:
@@ -88,7 +89,7 @@ class ScoresOfAll(torch.autograd.Function):
             _, rows, *values = gradients(False, *of_table)
             for i, wanted in enumerate(of_table):
                 if wanted:
-                    result[1 + i] = values[i] if dense else row_gradient(rows, values[i], len(weight), True)  # type: ignore[call-overload]
+                    result[1 + i] = values[i] if dense else row_gradient(rows, values[i], len(weight), True)
         if finish is not None:
             result[0] = finish().sum(0)
         return tuple(result)
