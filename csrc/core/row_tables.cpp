@@ -2,9 +2,11 @@
 
 #include "core/shape_checks.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 
@@ -12,37 +14,48 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-// By address. One that was freed may be taken by another tensor, so the entry says whether it still lives.
+struct Entry {
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> table; // keeps the address; expired: a table that is gone
+  bool row_gradient = false;
+};
+
 class Tables {
  public:
   void add(const Tensor& table) {
     const std::lock_guard lock(mutex_);
-    if (found(table)) {
+    if (find(table) != nullptr) {
       return;
     }
-    if (tables_.size() >= 2 * living_) {
-      std::erase_if(tables_, [](const auto& entry) { return entry.second.expired(); });
-      living_ = std::max<size_t>(8, tables_.size());
+    if (tables_.size() >= sweep_at_) {
+      std::erase_if(tables_, [](const auto& entry) { return entry.second.table.expired(); });
+      sweep_at_ = std::max<size_t>(16, 2 * tables_.size());
     }
-    tables_.insert_or_assign(table.unsafeGetTensorImpl(), WeakTensor(table.getIntrusivePtr()));
+    tables_.insert_or_assign(table.unsafeGetTensorImpl(), Entry{decltype(Entry::table)(table.getIntrusivePtr())});
   }
 
-  bool contains(const Tensor& table) {
+  void set(const Tensor& table, bool row_gradient) {
     const std::lock_guard lock(mutex_);
-    return found(table);
+    if (Entry* const entry = find(table)) {
+      entry->row_gradient = row_gradient;
+    }
+  }
+
+  std::optional<bool> get(const Tensor& table) {
+    const std::lock_guard lock(mutex_);
+    const Entry* const entry = find(table);
+    return entry == nullptr ? std::nullopt : std::optional(entry->row_gradient);
   }
 
  private:
-  bool found(const Tensor& table) const {
+  Entry* find(const Tensor& table) {
     const auto entry = tables_.find(table.unsafeGetTensorImpl());
-    return entry != tables_.end() && !entry->second.expired();
+    return entry == tables_.end() || entry->second.table.expired() ? nullptr : &entry->second;
   }
 
   std::mutex mutex_;
-  std::unordered_map<const c10::TensorImpl*, WeakTensor> tables_;
-  size_t living_ = 8; // after the last of them that are gone were taken out
+  std::unordered_map<const c10::TensorImpl*, Entry> tables_;
+  size_t sweep_at_ = 16; // so many entries
 };
 
 Tables& tables() {
@@ -52,8 +65,8 @@ Tables& tables() {
 
 } // namespace
 
-void note_row_tables(std::optional<bool> sparse_grad, const Tensor& weight, const OptionalTensor& bias) {
-  if (!sparse_grad.value_or(true)) {
+void register_row_tables(std::optional<bool> sparse_grad, const Tensor& weight, const OptionalTensor& bias) {
+  if (!sparse_grad.value_or(true) || !at::GradMode::is_enabled()) {
     return;
   }
   for (const Tensor* table : {&weight, given(bias) ? &*bias : nullptr}) {
@@ -63,8 +76,13 @@ void note_row_tables(std::optional<bool> sparse_grad, const Tensor& weight, cons
   }
 }
 
-bool is_row_table(const Tensor& table) { return tables().contains(table); }
+void set_row_gradient(const Tensor& table, bool row_sparse) { tables().set(table, row_sparse); }
+bool is_row_table(const Tensor& table) { return tables().get(table).has_value(); }
+bool has_row_gradient(const Tensor& table) { return tables().get(table).value_or(false); }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("is_row_table(Tensor table) -> bool", is_row_table); }
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("is_row_table(Tensor table) -> bool", is_row_table);
+  m.def("has_row_gradient(Tensor table) -> bool", has_row_gradient);
+}
 
 } // namespace xsoftmax

@@ -20,8 +20,8 @@ at::Tensor readable(const at::Tensor& tensor);
 /// Whether `tensor` is memory of a CPU or a CUDA device, and nothing records or replaces the operators that are called.
 bool is_plain(const at::Tensor& tensor);
 
-/// Whether the program may look at the values of `tensor` here: it is plain memory of the CPU, which holds
-/// them: that of torch._efficientzerotensor does not exist, that of a negated view holds others.
+/// Whether the program may look at the values of `tensor` here: it is plain memory of the CPU. False for zero tensors, which have no memory, and for
+/// negated views, whose memory holds the negatives.
 bool can_read(const at::Tensor& tensor);
 
 /// Whether autograd, in either mode, looks for derivatives by `tensor`.

@@ -60,7 +60,8 @@ Tensor beam_tree_step(const BeamTreeStep& step, const SampledSoftmaxOptions& opt
   Proposal sets;
   {
     const at::AutoDispatchBelowADInplaceOrView guard; // what is drawn has no gradient
-    const auto [queries, counted] = tree_queries(step.input, step.target, step.weight, step.bias, step.tree, options.ignore_index);
+    check_beam_tree_options(options);
+    const auto [queries, counted] = tree_queries(step.input, step.target, step.weight, step.bias, step.tree, options.ignore_index, step.class_weight);
     const OptionalTensor seed = search.routed ? OptionalTensor(samplers::draw_seed(queries, step.generator)) : std::nullopt;
     const Tensor found = beam_tree_candidates(seed, queries, step.weight, step.bias, step.tree, step.layer_sizes, search);
     const CandidateSet outside = step.noise({queries, counted, step.generator, /*training=*/true}, found);

@@ -157,11 +157,16 @@ Candidates::Candidates(const char* op, const OptionalTensors& tensors, at::IntAr
                     "targets, got ",
                     tensors.size());
   TORCH_CHECK_VALUE(distinct.size() == 2, op, ": expected distinct as 2 numbers of columns, private and shared ones, got ", distinct.size());
-  private_ids = tensors.get(0);
-  shared_ids = tensors.get(1);
-  private_log_count = tensors.get(2);
-  shared_log_count = tensors.get(3);
-  target_log_count = tensors.get(4);
+  // torch materialises zero tensors and negated views among the arguments of a kernel, but not in a list of optional ones.
+  const auto in_memory = [&](size_t i) -> OptionalTensor {
+    const OptionalTensor tensor = tensors.get(i);
+    return !given(tensor) ? tensor : tensor->_is_zerotensor() ? tensor->clone() : tensor->resolve_neg();
+  };
+  private_ids = in_memory(0);
+  shared_ids = in_memory(1);
+  private_log_count = in_memory(2);
+  shared_log_count = in_memory(3);
+  target_log_count = in_memory(4);
   distinct_private = distinct[0];
   distinct_shared = distinct[1];
 }

@@ -88,8 +88,8 @@ Tensor reached_nodes(const Tensor& queries, const Edges& edges, int64_t begin, c
                                  at::arange(begin, children.options()), options.beam, transform_of(options.loss)));
 }
 
-Tensor right_nodes(const Tensor& target, const Edges& edges, int64_t layer) {
-  const Layer here("matcher_loss", edges.layer_sizes, layer);
+Tensor right_nodes(const char* op, const Tensor& target, const Edges& edges, int64_t layer) {
+  const Layer here(op, edges.layer_sizes, layer);
   const Tensor labels = target.reshape({-1});
   Tensor node = label_tree_nodes(edges.tree.class_node, labels, -1);
   for (auto below = int64_t(edges.layer_sizes.size()); below > layer; --below) {
@@ -131,7 +131,7 @@ Tensor matcher_loss(const Tensor& input, const Tensor& weight, const OptionalTen
   const Tensor queries = matcher::check_step(op, input, target, edges);
   const matcher::Layer here(op, layer_sizes, layer);
   TORCH_CHECK_VALUE(group_sizes.size() == layer_sizes.size(), op, ": expected group_sizes of ", layer_sizes.size(), " layers, got ", group_sizes.size());
-  const Tensor wanted = matcher::right_nodes(target.reshape_symint({queries.sym_size(0), target.sym_size(-1)}), edges, layer);
+  const Tensor wanted = matcher::right_nodes(op, target.reshape_symint({queries.sym_size(0), target.sym_size(-1)}), edges, layer);
   const auto [nodes, offsets, right] =
       shortlist(matcher::reached_nodes(queries, edges, here.begin, options), wanted, tree.first_child, tree.parent, group_sizes[layer - 1]);
   const Tensor nothing = right.lt(0); // places of a device that does not wait for how many there are

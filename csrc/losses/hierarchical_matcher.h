@@ -77,7 +77,7 @@ at::Tensor check_step(const char* op, const at::Tensor& input, const at::Tensor&
 /// Returns the nodes of the layer above that the beam reaches: [Q, beam], -1 where there are fewer.
 at::Tensor reached_nodes(const at::Tensor& queries, const Edges& edges, int64_t begin, const HierarchicalMatcherOptions& options);
 /// Returns the nodes of a layer above the right labels [Q, T], -1 where there is none.
-at::Tensor right_nodes(const at::Tensor& target, const Edges& edges, int64_t layer);
+at::Tensor right_nodes(const char* op, const at::Tensor& target, const Edges& edges, int64_t layer);
 /// Returns the loss of each node on the shortlists. right: 1 or 0.
 at::Tensor node_losses(const at::Tensor& scores, const at::Tensor& right, const std::string& loss);
 

@@ -137,7 +137,7 @@ void init_layer(at::TensorList tables, const Tensor& input, const Tensor& target
   TORCH_CHECK_VALUE(queries.isfinite().all().item<bool>(), kOp, ": expected input of finite numbers, got others");
   const Edges edges{tables[0], has_bias ? OptionalTensor(tables[1]) : std::nullopt, tree, layer_sizes};
   const Layer here(kOp, layer_sizes, layer);
-  const Examples examples{queries, matcher::right_nodes(target.reshape({queries.size(0), target.size(-1)}), edges, layer)};
+  const Examples examples{queries, matcher::right_nodes(kOp, target.reshape({queries.size(0), target.size(-1)}), edges, layer)};
   TORCH_CHECK_VALUE(examples.nodes.lt(here.end).all().item<bool>(), kOp, ": expected parent with a node of layer ", layer,
                     " above each label that is deeper, got another");
   const Prototypes made = prototypes(examples, here, has_bias);

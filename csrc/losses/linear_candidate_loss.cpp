@@ -110,7 +110,6 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     const auto parsed = parse_options<SampledSoftmaxOptions>(kOp, options);
     ctx->save_for_backward({input, weight, grad_input, grad_scores, row_ids, columns.shared_ids.value_or(Tensor()), target});
     ctx->saved_data["ignore_index"] = parsed.ignore_index;
-    note_row_tables(parsed.sparse_grad, weight, bias);
     ctx->saved_data["sparse_grad"] = parsed.sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
     return put_together(loss, share);
@@ -131,9 +130,9 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     if (want_table) {
       const std::array<bool, 3> wanted{false, ctx->needs_input_grad(1), want_bias};
       const OptionalTensor shared_ids = optional(saved[5]);
-      const bool sparse = is_row_sparse(ctx->saved_data["sparse_grad"].toOptional<bool>(), candidate_rows(saved[4], shared_ids), weight.sym_size(0));
+      const bool sparse = is_row_sparse(ctx->saved_data["sparse_grad"].toOptional<bool>(), candidate_rows(saved[4], shared_ids), weight);
       const auto gradients = candidate_scores_backward(grad_scores, input, weight, saved[4], shared_ids, wanted, grad, !sparse);
-      result = sparse ? row_gradients_as_grads(gradients, weight.sym_size(0), wanted) : table_gradients_as_grads(gradients, wanted);
+      result = sparse ? row_gradients_as_grads(gradients, weight, wanted, true) : table_gradients_as_grads(gradients, wanted);
     }
     if (ctx->needs_input_grad(0)) {
       result[0] = as_dtype(given(grad) ? scale_gradient(grad_input, grad->unsqueeze(1), input) : grad_input, input.scalar_type());
@@ -150,6 +149,7 @@ Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTe
     return call_loss(input, weight, bias, target, candidates, distinct, options, share);
   }
   check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
+  register_row_tables(parse_options<SampledSoftmaxOptions>(kOp, options).sparse_grad, weight, bias);
   return LinearCandidateLoss::apply(input, weight, bias, target, candidates, distinct, options, share);
 }
 

@@ -7,6 +7,7 @@
 #include "core/products.h"
 #include "core/shape_checks.h"
 #include "losses/candidates.h"
+#include "losses/estimators.h"
 #include "losses/logit_transform.h"
 #include "losses/reduction.h"
 #include "trees/beam_search.h"
@@ -102,11 +103,18 @@ Tensor hierarchical_softmax_loss(const Tensor& input, const Tensor& weight, cons
   return reduced_loss(loss, target, class_weight, options);
 }
 
+void check_beam_tree_options(const SampledSoftmaxOptions& options) {
+  constexpr const char* op = "beam_tree_loss";
+  TORCH_CHECK_VALUE(!transforms(options) && options.z_loss == 0, op, ": expected logit_scale of 1, no softcap and no z_loss, got ", options.logit_scale, ", ",
+                    options.softcap, " and ", options.z_loss);
+  reduction_code(op, options.reduction);
+  find_estimator(op, options.estimator);
+}
+
 Tensor beam_tree_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const TreeTables& tree,
                       at::IntArrayRef layer_sizes, const Proposal& sets, const OptionalTensor& class_weight, const SampledSoftmaxOptions& options) {
   const Batch batch("beam_tree_loss", input, target, weight, bias, tree, class_weight, options.ignore_index);
-  TORCH_CHECK_VALUE(!transforms(options) && options.z_loss == 0, "beam_tree_loss: expected logit_scale of 1, no softcap and no z_loss, got ",
-                    options.logit_scale, ", ", options.softcap, " and ", options.z_loss);
+  check_beam_tree_options(options);
   const Tensor nodes = nodes_of(batch, tree, sets, options.estimator);
   const Tensor scores = tree_scores(batch.queries, weight, bias, tree.parent, nodes, layer_sizes, /*differences_only=*/true, options.sparse_grad);
   return reduced_loss(candidate_loss(scores, batch.known(), sets, options), target, class_weight, options);
@@ -128,8 +136,8 @@ Tensor tree_cross_entropy(const Tensor& input, const Tensor& weight, const Optio
 }
 
 std::tuple<Tensor, Tensor> tree_queries(const Tensor& input, const Tensor& target, const Tensor& weight, const OptionalTensor& bias, const TreeTables& tree,
-                                        int64_t ignore_index) {
-  const Batch batch("beam_tree_loss", input, target, weight, bias, tree, std::nullopt, ignore_index);
+                                        int64_t ignore_index, const OptionalTensor& class_weight) {
+  const Batch batch("beam_tree_loss", input, target, weight, bias, tree, class_weight, ignore_index);
   const Tensor queries = batch.queries.detach();
   return {at::where(batch.counts.unsqueeze(1), queries, at::zeros({}, queries.options())), at::where(batch.counts, batch.target, -1)};
 }

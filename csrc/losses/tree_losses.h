@@ -46,7 +46,10 @@ at::Tensor tree_cross_entropy(const at::Tensor& input, const at::Tensor& weight,
 // tree_queries(input, target, weight, bias, tree, ignore_index) -> (queries [Q, D], counted [Q]): what a step shows a search and samplers, without
 // gradient: zeros and -1 for a query that is ignored. All that is wrong with a batch is said here, before anything changes.
 std::tuple<at::Tensor, at::Tensor> tree_queries(const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight, const OptionalTensor& bias,
-                                                const TreeTables& tree, int64_t ignore_index);
+                                                const TreeTables& tree, int64_t ignore_index, const OptionalTensor& class_weight = std::nullopt);
+
+/// ValueError for options that beam_tree_loss does not take.
+void check_beam_tree_options(const SampledSoftmaxOptions& options);
 
 // beam_tree_candidates(seed, queries, weight, bias, tree, layer_sizes, options) -> int64 [Q, num_candidates], -1 where there are fewer: the best
 // classes that a beam finds (beam_search.h), or, routed, classes drawn from the best subset (tree_routed_candidates, edge_tables.h), which alone

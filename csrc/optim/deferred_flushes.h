@@ -16,8 +16,8 @@ bool is_capturing(const at::Tensor& tensor);
 /// Keeps the state of a parameter, whose optimizer is going, for the next settle_deferred().
 void defer_flush(const at::Tensor& param, std::vector<at::Tensor> state);
 
-/// Settles the tables whose flushes were deferred, except where a stream still captures. A look at one
-/// number where there are none. Steps and flushes of row optimizers, and settle(), call it.
+/// Settles the tables whose flushes were deferred, except where a stream still captures. Costs one atomic load when nothing
+/// is deferred. Steps and flushes of row optimizers, and settle(), call it.
 void settle_deferred();
 
 } // namespace xsoftmax

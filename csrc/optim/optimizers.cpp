@@ -226,17 +226,17 @@ RowOptimizer::RowOptimizer(const RowRule& rule, const std::vector<torch::optim::
 }
 
 RowOptimizer::~RowOptimizer() {
-  try {
-    settle_deferred();
-    for_states([&](const Tensor& param, std::vector<Tensor> state) {
+  settle_deferred();
+  for_states([&](const Tensor& param, std::vector<Tensor> state) {
+    try {
       if (is_capturing(param)) {
         defer_flush(param, std::move(state));
       } else {
         flush_rows(rule_, param, state);
       }
-    });
-  } catch (const c10::Error&) { // a table that has moved elsewhere
-  }
+    } catch (const c10::Error&) { // a table that has moved elsewhere
+    }
+  });
 }
 
 RowSGD::RowSGD(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, RowSGDOptions defaults)

@@ -1,5 +1,7 @@
 #include "optim/row_step.h"
 
+#include "core/shape_checks.h"
+
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -80,6 +82,9 @@ void check_learning_rate(const char* op, const Tensor& lr, const Tensor& param) 
 }
 
 double read_learning_rate(const Tensor& lr) {
+  if (!check::can_read(lr)) {
+    return lr.item().toDouble();
+  }
   switch (lr.scalar_type()) {
     case at::kFloat: return *lr.const_data_ptr<float>();
     case at::kDouble: return *lr.const_data_ptr<double>();

@@ -53,7 +53,6 @@ class CandidateScores : public torch::autograd::Function<CandidateScores> {
                         const OptionalTensor& private_ids, const OptionalTensor& shared_ids, std::optional<bool> sparse_grad) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({input, weight, private_ids.value_or(Tensor()), shared_ids.value_or(Tensor())});
-    note_row_tables(sparse_grad, weight, bias);
     ctx->saved_data["sparse_grad"] = sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
     return candidate_scores(input, weight, bias, private_ids, shared_ids, sparse_grad);
@@ -64,9 +63,9 @@ class CandidateScores : public torch::autograd::Function<CandidateScores> {
     const Tensor &input = saved[0], &weight = saved[1];
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
     const OptionalTensor private_ids = optional(saved[2]), shared_ids = optional(saved[3]);
-    const bool sparse = is_row_sparse(ctx->saved_data["sparse_grad"].toOptional<bool>(), candidate_rows(private_ids, shared_ids), weight.sym_size(0));
+    const bool sparse = is_row_sparse(ctx->saved_data["sparse_grad"].toOptional<bool>(), candidate_rows(private_ids, shared_ids), weight);
     const auto gradients = candidate_scores_backward(grads[0], input, weight, private_ids, shared_ids, wanted, std::nullopt, !sparse);
-    auto result = sparse ? row_gradients_as_grads(gradients, weight.sym_size(0), wanted) : table_gradients_as_grads(gradients, wanted);
+    auto result = sparse ? row_gradients_as_grads(gradients, weight, wanted, true) : table_gradients_as_grads(gradients, wanted);
     result.resize(6);
     return result;
   }
@@ -75,6 +74,7 @@ class CandidateScores : public torch::autograd::Function<CandidateScores> {
 Tensor candidate_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
                                  const OptionalTensor& shared_ids, std::optional<bool> sparse_grad) {
   check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}});
+  register_row_tables(sparse_grad, weight, bias);
   return CandidateScores::apply(input, weight, bias, private_ids, shared_ids, sparse_grad);
 }
 

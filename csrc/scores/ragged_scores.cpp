@@ -58,7 +58,6 @@ class RaggedScores : public torch::autograd::Function<RaggedScores> {
                         const Tensor& offsets, std::optional<bool> sparse_grad) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({input, weight, ids, offsets});
-    note_row_tables(sparse_grad, weight, bias);
     ctx->saved_data["sparse_grad"] = sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
     return ragged_scores(input, weight, bias, ids, offsets, sparse_grad);
@@ -68,7 +67,7 @@ class RaggedScores : public torch::autograd::Function<RaggedScores> {
     const auto saved = ctx->get_saved_variables();
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
     const auto gradients = call_backward(grads[0], saved[0], saved[1], saved[2], saved[3], wanted);
-    auto result = row_gradients_as_grads(gradients, saved[1].sym_size(0), wanted, ctx->saved_data["sparse_grad"].toOptional<bool>());
+    auto result = row_gradients_as_grads(gradients, saved[1], wanted, ctx->saved_data["sparse_grad"].toOptional<bool>());
     result.resize(6);
     return result;
   }
@@ -77,6 +76,7 @@ class RaggedScores : public torch::autograd::Function<RaggedScores> {
 Tensor ragged_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets,
                               std::optional<bool> sparse_grad) {
   check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"ids", &ids}, {"offsets", &offsets}});
+  register_row_tables(sparse_grad, weight, bias);
   return RaggedScores::apply(input, weight, bias, ids, offsets, sparse_grad);
 }
 

@@ -1,6 +1,7 @@
 #include "scores/row_gradient.h"
 
 #include "core/memory.h"
+#include "core/row_tables.h"
 #include "core/shape_checks.h"
 
 #include <ATen/Parallel.h>
@@ -28,17 +29,22 @@ RowGradients row_gradients_meta(const at::Tensor& input, const c10::SymInt& rows
           at::empty_symint({want_weight ? values : none, input.sym_size(1)}, input.options()), at::empty_symint({want_bias ? values : none}, input.options())};
 }
 
-bool is_row_sparse(std::optional<bool> asked, const c10::SymInt& rows, const c10::SymInt& num_rows) { return asked ? *asked : rows <= num_rows; }
+bool is_row_sparse(std::optional<bool> sparse_grad, const c10::SymInt& rows, const at::Tensor& table) {
+  const bool sparse = sparse_grad ? *sparse_grad : rows <= table.sym_size(0);
+  set_row_gradient(table, sparse);
+  return sparse;
+}
 
 std::vector<at::Tensor> table_gradients_as_grads(const RowGradients& gradients, std::array<bool, 3> wanted) {
   const auto& [grad_input, rows, values, bias_values] = gradients;
   return {wanted[0] ? grad_input : at::Tensor(), wanted[1] ? values : at::Tensor(), wanted[2] ? bias_values : at::Tensor()};
 }
 
-std::vector<at::Tensor> row_gradients_as_grads(const RowGradients& gradients, const c10::SymInt& num_rows, std::array<bool, 3> wanted,
+std::vector<at::Tensor> row_gradients_as_grads(const RowGradients& gradients, const at::Tensor& table, std::array<bool, 3> wanted,
                                                std::optional<bool> sparse_grad) {
   const auto& [grad_input, rows, values, bias_values] = gradients;
-  const bool sparse = is_row_sparse(sparse_grad, rows.sym_size(0), num_rows);
+  const c10::SymInt num_rows = table.sym_size(0);
+  const bool sparse = is_row_sparse(sparse_grad, rows.sym_size(0), table);
   return {wanted[0] ? grad_input : at::Tensor(), wanted[1] ? row_gradient_tensor(rows, values, num_rows, sparse) : at::Tensor(),
           wanted[2] ? row_gradient_tensor(rows, bias_values, num_rows, sparse) : at::Tensor()};
 }

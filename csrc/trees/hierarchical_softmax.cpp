@@ -89,7 +89,6 @@ class HierarchicalSoftmax : public torch::autograd::Function<HierarchicalSoftmax
     ctx->save_for_backward({input, weight, first_child, parent, nodes, grad_input, grad_edges});
     ctx->saved_data["layer_sizes"] = layer_sizes.vec();
     ctx->saved_data["group_sizes"] = group_sizes.vec();
-    note_row_tables(sparse_grad, weight, bias);
     ctx->saved_data["sparse_grad"] = sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
     return loss;
@@ -105,7 +104,7 @@ class HierarchicalSoftmax : public torch::autograd::Function<HierarchicalSoftmax
       const std::array<bool, 3> wanted{false, ctx->needs_input_grad(1), want_bias};
       const auto gradients = call_backward(grad, saved[6], input, weight, saved[2], saved[3], nodes, ctx->saved_data["layer_sizes"].toIntVector(),
                                            ctx->saved_data["group_sizes"].toIntVector(), wanted);
-      result = row_gradients_as_grads(gradients, weight.sym_size(0), wanted, ctx->saved_data["sparse_grad"].toOptional<bool>());
+      result = row_gradients_as_grads(gradients, weight, wanted, ctx->saved_data["sparse_grad"].toOptional<bool>());
     }
     if (ctx->needs_input_grad(0)) {
       result[0] = scale_gradient(saved[5], grad.unsqueeze(1), input).to(input.scalar_type());
@@ -122,6 +121,7 @@ Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTe
     return hierarchical_softmax(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
   }
   check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"first_child", &first_child}, {"parent", &parent}, {"nodes", &nodes}});
+  register_row_tables(sparse_grad, weight, bias);
   return HierarchicalSoftmax::apply(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
 }
 

@@ -56,7 +56,6 @@ class TreeScores : public torch::autograd::Function<TreeScores> {
     ctx->save_for_backward({input, weight, parent, nodes});
     ctx->saved_data["layer_sizes"] = layer_sizes.vec();
     ctx->saved_data["differences_only"] = differences_only;
-    note_row_tables(sparse_grad, weight, bias);
     ctx->saved_data["sparse_grad"] = sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
     return tree_scores(input, weight, bias, parent, nodes, layer_sizes, differences_only, sparse_grad);
@@ -67,7 +66,7 @@ class TreeScores : public torch::autograd::Function<TreeScores> {
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
     const auto gradients = call_backward(grads[0], saved[0], saved[1], saved[2], saved[3], ctx->saved_data["layer_sizes"].toIntVector(),
                                          ctx->saved_data["differences_only"].toBool(), wanted);
-    auto result = row_gradients_as_grads(gradients, saved[1].sym_size(0), wanted, ctx->saved_data["sparse_grad"].toOptional<bool>());
+    auto result = row_gradients_as_grads(gradients, saved[1], wanted, ctx->saved_data["sparse_grad"].toOptional<bool>());
     result.resize(8);
     return result;
   }
@@ -76,6 +75,7 @@ class TreeScores : public torch::autograd::Function<TreeScores> {
 Tensor tree_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
                             at::IntArrayRef layer_sizes, bool differences_only, std::optional<bool> sparse_grad) {
   check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"parent", &parent}, {"nodes", &nodes}});
+  register_row_tables(sparse_grad, weight, bias);
   return TreeScores::apply(input, weight, bias, parent, nodes, layer_sizes, differences_only, sparse_grad);
 }
 

@@ -143,7 +143,8 @@ class RowOptimizer : public torch::optim::Optimizer {
   RowOptimizer(RowOptimizer&&) = default;
   /// Calls flush(): what is owed would go with the state. While the stream captures a CUDA graph, of
   /// which the flush would become a part, it is deferred to the next step or flush of a row optimizer,
-  /// or settle(), outside of the capture; the parameter and its state stay alive until then.
+  /// or settle(), outside of the capture; the parameter and its state stay alive until then. (Of torch 2.12
+  /// and later, whose streams say that they capture; before, no optimizer may go while one does.)
   ~RowOptimizer() override;
   torch::Tensor step(LossClosure closure = nullptr) override;
   /// Brings every row of every table up to date: applies what rows without a gradient still owe. O(N).

@@ -159,5 +159,3 @@ class BeamTreeLoss : public Holder<BeamTreeLossImpl> {
 
 } // namespace nn
 } // namespace xsoftmax
-
-#include <xsoftmax/hierarchical_matcher.h>

@@ -3,6 +3,7 @@
 // Everything: operators, estimators, samplers, losses, optimizers, ids that come and go, matchers, search, metrics, tables in files.
 #include <xsoftmax/cached_step.h>
 #include <xsoftmax/estimators.h>
+#include <xsoftmax/hierarchical_matcher.h>
 #include <xsoftmax/id_table.h>
 #include <xsoftmax/long_work.h>
 #include <xsoftmax/matcher.h>

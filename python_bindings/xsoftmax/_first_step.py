@@ -103,15 +103,27 @@ def _check_gradients(optimizer: torch.optim.Optimizer, stepped: List[Tuple[Dict[
             if isinstance(optimizer, torch.optim.SparseAdam):
                 raise RuntimeError(f"{name}: expected row-sparse gradients, got a dense one of a parameter of shape {list(param.shape)}: make the loss with "
                                    "sparse_grad=True (an nn.Embedding with sparse=True), or use xs.optim.RowAdam, which takes both")
-            if tables[id(param)].sparse_grad or _has_few_rows(param.grad):
+            if tables[id(param)].sparse_grad or (torch.ops.xsoftmax.has_row_gradient(param) and _has_few_rows(param.grad)):
                 dense = dense or (param, tables[id(param)])
+        if id(param) in tables:
+            _fix_form(optimizer, tables[id(param)], param.grad.layout != torch.strided)
     if row_optimizer(type(optimizer)) is None and hasattr(optimizer, "flush"):
         _hint_at_embeddings(name, [param for _, param in stepped])
     if dense is not None:
-        why = "since sparse_grad=True" if dense[1].sparse_grad else "of which most rows are zero"
+        why = "since sparse_grad=True" if dense[1].sparse_grad else "as the loss made it"
         warnings.warn(f"{dense[1]._name}: expected a row-sparse gradient of its table of shape {list(dense[0].shape)}, {why}, got a dense one, so each step "
-                      "costs all rows. What else uses the table gives it a dense gradient: make an nn.Embedding that is tied to it with sparse=True"
-                      + ("" if dense[1].sparse_grad else ". If nothing else uses it, make the loss with sparse_grad=True"), stacklevel=5)
+                      "costs all rows. What else uses the table gives it a dense gradient: make an nn.Embedding that is tied to it with sparse=True",
+                      stacklevel=5)
+
+
+def _fix_form(optimizer: torch.optim.Optimizer, module: Module, is_sparse: bool) -> None:
+    """Gives a module with sparse_grad=None the form of its first gradient for good, where the optimizer takes that one alone: batches of another size would
+    change it. SGD with momentum begins with the form of its first gradient."""
+    takes_both = isinstance(optimizer, torch.optim.Adagrad) or (
+        isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups))
+    if module.sparse_grad is None and row_optimizer(type(optimizer)) is not None:
+        if not takes_both or not all(_takes_rows(optimizer, group) for group in optimizer.param_groups):
+            module.sparse_grad = is_sparse  # type: ignore[assignment]
 
 
 def _refuse_row_state(optimizer: torch.optim.Optimizer) -> None:

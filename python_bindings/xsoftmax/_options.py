@@ -49,5 +49,5 @@ def option_text(**values: Any) -> str:
 
 
 def read_options(text: str) -> Dict[str, str]:
-    """The values of a text of options by name, as they are printed."""
+    """Parses the text of options into the texts of their values, by name."""
     return dict(option.split("=") for option in text.split(",") if option)

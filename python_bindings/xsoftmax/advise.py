@@ -49,8 +49,8 @@ class Choice:
     draws: int
     """How many steps were measured, 0 where the time was extrapolated from a part of the batch."""
     gradient: str
-    """The form of the table's gradient for this batch: "row-sparse" or "dense", which optimizers of :mod:`xsoftmax.optim` both take. Empty where the
-    table was not trained."""
+    """The form of the table's gradient for this batch: "row-sparse" or "dense". The optimizers of :mod:`xsoftmax.optim` take both. Empty where the table
+    was not trained."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,8 +97,9 @@ def clip_grad_norm_(parameters: Union[Tensor, Iterable[Tensor]], max_norm: float
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"{who}: expected gradients with a finite norm, got a norm of {total.item()} (norm_type {norm_type})")
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    if coefficient.device.type == "cpu" and not torch.compiler.is_compiling() and coefficient == 1:
-        return total  # no gradient changes; on a device the host would wait for the norm
+    # No gradient changes. On a device the host would wait for the norm; while a program is traced, none is known.
+    if type(coefficient) is torch.Tensor and coefficient.device.type == "cpu" and not torch.compiler.is_compiling() and coefficient == 1:
+        return total
     for part in _by_mesh(params):
         torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
     for param in params:

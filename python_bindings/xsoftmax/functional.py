@@ -152,7 +152,7 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
             ``[Q, T]``, of the different classes of probability above 0, in falling order.
         logit_scale, softcap: as in :class:`xsoftmax.LinearCrossEntropyLoss`.
         options: ``estimator="sampled_softmax"``, ``remove_accidental_hits=True``, ``label_smoothing=0.0``, ``reduction="mean"``, ``ignore_index=-100``,
-            ``positives="mean"``, ``z_loss=0.0`` and ``sparse_grad=True``, as in
+            ``positives="mean"``, ``z_loss=0.0`` and ``sparse_grad=None``, as in
             :class:`xsoftmax.SampledSoftmaxLoss`. Estimators that are written in Python, and "complementary_sum", are not among them.
 
     Returns:

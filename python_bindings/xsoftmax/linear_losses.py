@@ -108,7 +108,7 @@ class LinearLoss(TableModule):
             TypeError: `linear` is no ``nn.Linear``, is of a subclass with another forward pass, or is a lazy one whose sizes are not known; or `kwargs` has an
                 argument that `linear` gives.
             ValueError: as the constructor; a hook computes the weight (``torch.nn.utils.weight_norm``, ``spectral_norm``, ``prune``); or a parametrization
-                does, beside sparse_grad=True.
+                does, unless sparse_grad=False.
         """
         check_linear(f"{cls.__name__}.from_linear", linear)
         if given := {"in_features", "num_classes", "bias", "device", "dtype"} & set(kwargs):

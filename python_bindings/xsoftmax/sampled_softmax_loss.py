@@ -88,7 +88,8 @@ class SampledSoftmaxLoss(CandidateLoss):
             classes. Where it cannot leave classes out, the expected counts of head and draws add up.
         sparse_grad: True: the gradient of the table is sparse COO with a static number of rows R, one for each target, each private candidate and each shared
             one, for xsoftmax.optim and for torch.optim.SGD, Adagrad and SparseAdam. False: it is dense. None: what costs less, sparse where R is at most N.
-            Optimizers of xsoftmax.optim, SGD and Adagrad take both kinds; torch.optim.SparseAdam needs True, the others of torch.optim False.
+            Optimizers of xsoftmax.optim take both, and so do torch.optim.SGD without momentum and Adagrad. The first step of another one of torch.optim
+            makes None the form that the gradient then has: it takes one alone, SparseAdam the sparse one, and most others the dense one.
         device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
 
     Shapes and dtypes are those of :class:`LinearCrossEntropyLoss`: input [*, D], target int64 [*]
@@ -98,7 +99,7 @@ class SampledSoftmaxLoss(CandidateLoss):
     Raises:
         ValueError: an option out of range, or options that do not go together; a name of a sampler or an estimator that is not known; a sampler of another
             number of classes, or one that belongs to another loss; more distinct draws than classes; a shape that does not fit; a call without candidates; a
-            table with a NaN or an infinity when a sampler that follows the table refreshes; a parametrized table beside sparse_grad=True.
+            table with a NaN or an infinity when a sampler that follows the table refreshes; a parametrized table unless sparse_grad=False.
         TypeError: an option of another type; an argument that is not a dense tensor; `input` of another dtype or device than the table; `target` or ids not
             int64.
         IndexError: an id of head_classes is not in [0, N); a target is not in [0, N) and not ignore_index; a negative is not in [0, N) and not -1 (all checked

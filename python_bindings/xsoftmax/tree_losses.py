@@ -129,7 +129,8 @@ class BeamTreeLoss(TreeLoss):
             raise ValueError(f"{name}: expected a tree of one layer of subsets for routed=True, as "
                              f"LabelTree.from_frequencies makes it, got {tree}")
         self._init_options(estimator=estimator)
-        self._search = self._search_text()
+        self._search = self._step_options = ""
+        self._update_texts("balance_every")
         if not self.edges.weight.is_meta and tree.depth > 1:
             with torch.no_grad():
                 self.edges.weight.mul_(tree.depth**-0.5)  # so that a class scores as it would with a row of its own
@@ -146,8 +147,9 @@ class BeamTreeLoss(TreeLoss):
 
     def _update_texts(self, name: str) -> None:
         super()._update_texts(name)
-        if "_search" in self.__dict__:
+        if "_step_options" in self.__dict__:
             self._search = self._search_text()
+            self._step_options = self._options + "," + self._search
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         steps = self.steps  # type: ignore[has-type]
@@ -179,7 +181,7 @@ class BeamTreeLoss(TreeLoss):
         steps: Optional[Tensor] = self.steps
         if not torch.jit.is_scripting():
             steps = self._counted_steps()
-        noise_text, options = self.noise.describe(), self._options + "," + self._search
+        noise_text, options = self.noise.describe(), self._step_options
         if noise_text != "":
             return torch.ops.xsoftmax.beam_tree_step(input, weight, bias, target, tree, layer_sizes, self.noise.state_tensors(), noise_text, options, generator,
                                                      steps, self.weight)
@@ -363,7 +365,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
           is 0 and "mean" NaN, as in torch.
 
     Raises:
-        ValueError: an option out of range; a shape that does not fit; parametrized edges beside sparse_grad=True.
+        ValueError: an option out of range; a shape that does not fit; parametrized edges unless sparse_grad=False.
         TypeError: an option of another type; an argument that is not a dense tensor; `input` of another dtype or device than the edges; `target` not int64.
         IndexError: a target is not in [0, N) and not ignore_index (checked on the CPU).
         RuntimeError: as :class:`SampledSoftmaxLoss`.

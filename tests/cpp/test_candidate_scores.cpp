@@ -30,7 +30,7 @@ TEST_F(CandidateScores, AreTheDotProducts) {
 TEST_F(CandidateScores, AreReachedThroughTheDispatcherByName) {
   const auto op = c10::Dispatcher::singleton()
                       .findSchemaOrThrow("xsoftmax::candidate_scores", "")
-                      .typed<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool)>();
+                      .typed<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, std::optional<bool>)>();
   const Tensor scores = op.call(input, weight, bias, std::nullopt, shared, true);
   EXPECT_TRUE(at::allclose(scores, input.mm(weight.index({shared}).t()) + bias.index({shared})));
 }

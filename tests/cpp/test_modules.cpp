@@ -285,7 +285,7 @@ TEST_F(Modules, TrainingReducesTheExactLoss) {
     torch::manual_seed(0);
     const auto sampler =
         samplers::make_sampler(name, {.num_classes = kClasses, .num_samples = name == "in_batch" ? std::nullopt : std::optional<int64_t>(8), .counts = counts});
-    SampledSoftmaxLoss loss(kWidth, kClasses, sampler, SamplingOptions{}, LossOptions{.bias = true});
+    SampledSoftmaxLoss loss(kWidth, kClasses, sampler, SamplingOptions{.sparse_grad = true}, LossOptions{.bias = true});
     xsoftmax::optim::RowAdam optimizer(loss->parameters(), xsoftmax::optim::RowAdamOptions(0.05));
     const Tensor targets = torch::arange(kClasses).repeat({4});
     const Tensor queries = torch::randn({kClasses, kWidth}).index_select(0, targets) + 0.1 * torch::randn({4 * kClasses, kWidth});

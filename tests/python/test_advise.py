@@ -90,7 +90,9 @@ def test_every_line_of_code_runs_and_makes_what_was_measured(counts, falling):
         assert made.linear is loss.linear and made.linear.bias is not None and made.label_smoothing == 0.1 and made.reduction == "sum"
         if row.name.startswith("head 32"):
             assert torch.equal(made.head.sort().values, counts.topk(32).indices.sort().values) and made.sampler.num_samples == 32
+        made.zero_grad()
         made(input, target).backward()
+        assert row.gradient == ("row-sparse" if made.linear.weight.grad.is_sparse else "dense")
     assert str(advice).endswith(advice.best.code) and advice.best.name in str(advice)
     assert "<table>" in advice._repr_html_()
 
@@ -103,7 +105,7 @@ def test_options_of_the_table_are_in_the_code(counts):
     exec(next(row.code for row in advice.rows if row.name == "uniform 32"), space)
     made = space["loss"]
     assert torch.equal(made.weight, weight) and made.ignore_index == 0 and made.linear.weight.dtype == torch.float64
-    assert not made.sparse_grad and made.linear.bias is None
+    assert made.sparse_grad is False and made.linear.bias is None
 
 
 def test_classes_that_were_never_seen_leave_candidates_out(counts):

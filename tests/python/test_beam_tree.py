@@ -1,5 +1,6 @@
 """BeamTreeLoss: the formula, its candidates, the balance of its edges, and what users meet."""
 
+import copy
 import math
 
 import pytest
@@ -49,6 +50,32 @@ def test_beam_tree_equals_the_formula(tree, noise, bias, noise_reduction):
     leaves = (input, *loss.parameters())
     ways = torch.randn(Q, dtype=torch.float64)
     assert_same_gradients(torch.autograd.grad(got @ ways, leaves), torch.autograd.grad(want @ ways, leaves))
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("noise", ["uniform", "log_uniform"])
+def test_a_step_is_the_composition_of_its_parts(noise, routed):
+    """As a noise sampler that describes itself to no operator is used."""
+    loss = make_tree_loss(TREES["equal mass"], num_candidates=12, noise_sampler=noise, bias=True, routed=routed, balance_every=2)
+    parts = copy.deepcopy(loss)
+    parts.noise.describe = lambda: ""
+    input, target = torch.randn(40, 5, dtype=torch.float64), torch.randint(TREES["equal mass"].num_classes, (40,))
+    for _ in range(3):
+        values = []
+        for each in (loss, parts):
+            torch.manual_seed(3)
+            values.append(each(input, target))
+        assert torch.equal(*values)
+        assert all(torch.equal(a, b) for a, b in zip(loss.state_dict().values(), parts.state_dict().values()))
+
+
+def test_a_refused_step_is_not_counted():
+    loss = make_tree_loss(balance_every=1)
+    before = loss.edges.weight.detach().clone()
+    loss.weight = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="class_weight"):
+        loss(torch.randn(4, 5, dtype=torch.float64), torch.arange(4))
+    assert loss.steps == 0 and torch.equal(loss.edges.weight, before)
 
 
 def test_routed_candidates():

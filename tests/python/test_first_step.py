@@ -143,6 +143,34 @@ def test_sparse_adam_says_how_it_gets_row_sparse_gradients():
             optimizer.step()
 
 
+@pytest.mark.parametrize("make, dense_first, fixed", [
+    (lambda p: torch.optim.AdamW(p), True, False), (lambda p: torch.optim.SparseAdam(p), False, True), (lambda p: xs.optim.RowAdam(p), True, None),
+    (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), True, False), (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), False, True),
+    (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), True, False), (lambda p: torch.optim.SGD(p, lr=0.1), True, None),
+    (lambda p: torch.optim.Adagrad(p), False, None), (lambda p: xs.optim.RowSGD(p, lr=0.1, momentum=0.9), False, None)])
+def test_batches_of_any_size_after_the_first(make, dense_first, fixed):
+    """An optimizer that takes one form of gradient gets that of the first step from then on."""
+    loss = xs.SampledSoftmaxLoss(D, 60, sampler="uniform", num_samples=4, shared=False)
+    optimizer = make(list(loss.parameters()))
+    for queries in (20, 3, 20) if dense_first else (3, 20, 3):
+        optimizer.zero_grad()
+        loss(torch.randn(queries, D), torch.randint(60, (queries,))).backward()
+        assert loss.linear.weight.grad.is_sparse == ((queries == 3) if loss.sparse_grad is None else loss.sparse_grad)
+        optimizer.step()
+        assert loss.sparse_grad is fixed
+
+
+def test_a_dense_gradient_that_the_loss_chose_is_not_warned_of():
+    loss = xs.SampledSoftmaxLoss(D, 12_000, sampler="uniform", num_samples=20, shared=False)
+    optimizer = xs.optim.RowAdam(loss.parameters())
+    loss(torch.randn(1, D).expand(700, D), torch.zeros(700, dtype=torch.int64), torch.Generator().manual_seed(0)).backward()
+    loss.linear.weight.grad[100:] = 0  # few rows, as of frequent classes
+    assert not loss.linear.weight.grad.is_sparse
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
 def test_a_large_dense_gradient_with_few_rows_is_warned_of():
     """As an nn.Embedding makes it that is tied to a table whose own gradient is row-sparse."""
     for sparse in (False, True):
@@ -153,7 +181,7 @@ def test_a_large_dense_gradient_with_few_rows_is_warned_of():
             warnings.simplefilter("always")
             loss(embedding(torch.arange(9)), torch.arange(9)).backward()
             optimizer.step()
-        messages = [str(each.message) for each in caught if "of which most rows are zero" in str(each.message)]
+        messages = [str(each.message) for each in caught if "as the loss made it" in str(each.message)]
         assert len(messages) == (0 if sparse else 1)
 
 

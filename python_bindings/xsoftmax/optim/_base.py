@@ -181,8 +181,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 if not state:
                     # A table may have gradients of both kinds, and torch.distributed.checkpoint shows it a dense one of zeros, so that an optimizer makes
                     # the state that is loaded next.
-                    keeps_rows = is_sparse or id(param) in _first_step.row_sparse_tables() or (
-                        type(param) in _PLAIN and torch.ops.xsoftmax.is_row_table(param))
+                    known = type(param) in _PLAIN and torch.ops.xsoftmax.is_row_table(param)
+                    keeps_rows = is_sparse or known or id(param) in _first_step.row_sparse_tables()
                     made = self._call("_state", _local(param), keeps_rows, text)
                     state = fresh[param] = {name: _spread(param, tensor) for name, tensor in zip(self._state_names, made)}
                 params.append(_local(param))
