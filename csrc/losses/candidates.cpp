@@ -160,7 +160,10 @@ Candidates::Candidates(const char* op, const OptionalTensors& tensors, at::IntAr
   // torch materialises zero tensors and negated views among the arguments of a kernel, but not in a list of optional ones.
   const auto in_memory = [&](size_t i) -> OptionalTensor {
     const OptionalTensor tensor = tensors.get(i);
-    return !given(tensor) ? tensor : tensor->_is_zerotensor() ? tensor->clone() : tensor->resolve_neg();
+    if (!given(tensor) || !(tensor->_is_zerotensor() || tensor->is_neg())) {
+      return tensor;
+    }
+    return tensor->_is_zerotensor() ? tensor->clone() : tensor->resolve_neg();
   };
   private_ids = in_memory(0);
   shared_ids = in_memory(1);
