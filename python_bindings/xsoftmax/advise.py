@@ -49,7 +49,7 @@ class Choice:
     draws: int
     """How many steps were measured, 0 where the time was extrapolated from a part of the batch."""
     gradient: str
-    """The form of the table's gradient for this batch: "row-sparse" or "dense". The optimizers of :mod:`xsoftmax.optim` take both. Empty where the table
+    """Whether the table's gradient is "row-sparse" or "dense" for this batch. The optimizers of :mod:`xsoftmax.optim` take both. Empty where the table
     was not trained."""
 
 
