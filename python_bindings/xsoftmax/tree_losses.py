@@ -74,7 +74,7 @@ class BeamTreeLoss(TreeLoss):
             drawn uniformly, without repeats, from the subset of the best score (section 5). There are fewer where the subset has fewer classes.
         balance_every: steps between two calls of :meth:`balance`, which does not change the loss and lets the beam find more of the best classes. 0: never, as
             in the paper. None: 100, more where the tree has more than 50,000 edges, so that a step costs the same on average; never with 16-bit edges, whose
-            rounding would move the scores. Modules that were scripted or compiled leave it to the training loop (`loss.balance()`). Frozen edges, calls under
+            rounding would move the scores. Compiled modules leave it to the training loop (`loss.balance()`). Frozen edges, calls under
             torch.no_grad() and torch.func.functional_call leave the edges as they are. Choose 0 where rows of edges serve as something else, too, such as a
             tied embedding.
         bias, weight, reduction, ignore_index, sparse_grad: as in :class:`SampledSoftmaxLoss`.
