@@ -93,7 +93,7 @@ NO_LAUNCH = {f"aten::{name}" for name in (
 
 
 def count_launches(step: Step, device: str) -> int:
-    """Of one step: see above."""
+    """Counts the launches of one step, on a device or on the emulator."""
     for _ in range(3):
         step()
     if device == "cuda":

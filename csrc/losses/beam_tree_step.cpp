@@ -51,7 +51,7 @@ void balance_edges(const Tensor& weight, const OptionalTensor& bias, const TreeT
     check_tree_balance(table, tree.first_child, layer_sizes);
   }
   for (const Tensor& table : tables) {
-    settle(table); // a mean of rows that owe different steps would not decay as they do
+    settle(table); // applies pending updates: rows whose updates differ have no common mean
     tree_balance_(table.tensor_data(), tree.first_child, layer_sizes);
   }
 }

@@ -24,7 +24,7 @@ namespace xsoftmax {
 // them, and balances them (tree_balance_) where `balance_every` says so. Edges that autograd has saved change, too: a gradient depends on sums
 // along whole paths alone, which stay as they are.
 
-/// What beam_tree_step takes: the text names the fields of both.
+/// Options of beam_tree_step: those of the loss and those of the search, in one text.
 struct BeamTreeStepOptions : SampledSoftmaxOptions, BeamOptions {
   template <typename Visitor>
   void visit(Visitor& visitor) {

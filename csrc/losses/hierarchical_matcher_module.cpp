@@ -36,7 +36,7 @@ bool HierarchicalMatcherImpl::next_layer() {
   if (here == tree->depth()) {
     return false;
   }
-  settle(); // what a parent owes is not for its children to pay
+  settle(); // applies pending updates, which must not be copied to the children
   for (const Tensor& rows : edges->parameters()) {
     matcher_next_layer_(rows, tree->parent, tree->layer_sizes, here);
   }
@@ -46,7 +46,7 @@ bool HierarchicalMatcherImpl::next_layer() {
 
 void HierarchicalMatcherImpl::init_from_prototypes(const Tensor& input, const Tensor& target) {
   const at::NoGradGuard no_grad;
-  settle(); // the beam looks at the layers above; what rows owe is not for new ones to pay
+  settle(); // applies pending updates: the beam reads the layers above, and new rows must not copy them
   matcher_init_layer_(edges->parameters(), input, target, tables(tree), tree->layer_sizes, layer.item<int64_t>(), matcher_);
 }
 

@@ -18,7 +18,7 @@ at::Tensor as_rows(const at::Tensor& input);
 /// The estimator for "mean_of_logs" or "log_of_mean".
 std::string cane_estimator(const char* name, const std::string& noise_reduction);
 
-/// What noise_outside needs to know of a loss.
+/// Properties of a loss that noise_outside checks a sampler against.
 struct NoiseRequest {
   int64_t num_noises, num_classes;
   int64_t dim;                ///< of queries

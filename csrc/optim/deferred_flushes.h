@@ -5,8 +5,8 @@
 #include <vector>
 
 // A row optimizer that is destroyed flushes its tables. While a stream captures a CUDA graph, the flush
-// would be part of the graph, and of each of its replays. The state then stays alive here, so that the
-// table still owes what it owed (optim/settle.h), until it is settled outside of a capture.
+// would be part of the graph, and of each of its replays. The state then stays alive here, so that updates
+// stay pending (optim/settle.h) until the table is settled outside of a capture.
 
 namespace xsoftmax {
 

@@ -88,7 +88,7 @@ class SamplerKind {
   virtual bool reads_queries(const SamplerView& sampler) const;
   virtual Proposal sample(const SamplerView& sampler, const DrawRequest& request) const = 0;
   virtual at::Tensor log_count(const SamplerView& sampler, const at::Tensor& queries, const at::Tensor& ids) const = 0;
-  /// What a training step does before it draws: the steps of the parts.
+  /// Brings the sampler up to date before a training step draws. Default: step of each part.
   virtual void step(const SamplerView& sampler, const at::Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) const;
 };
 

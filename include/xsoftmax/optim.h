@@ -141,7 +141,7 @@ struct RowRule; // which operators an optimizer calls
 class RowOptimizer : public torch::optim::Optimizer {
  public:
   RowOptimizer(RowOptimizer&&) = default;
-  /// Calls flush(): what is owed would go with the state. While the stream captures a CUDA graph, of
+  /// Calls flush(): pending updates would be lost with the state. While the stream captures a CUDA graph, of
   /// which the flush would become a part, it is deferred to the next step or flush of a row optimizer,
   /// or settle(), outside of the capture; the parameter and its state stay alive until then. (Of torch 2.12
   /// and later, whose streams say that they capture; before, no optimizer may go while one does.)

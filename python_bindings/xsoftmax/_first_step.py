@@ -75,10 +75,14 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
     tables = row_sparse_tables()
     if _hooks.watched_groups.get(optimizer) is not optimizer.param_groups:
         stepped = [(group, param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        if not stepped or all(group["lr"] == 0 for group, _ in stepped):  # torch.distributed.checkpoint makes state by such a step
+        if not stepped or all(group["lr"] == 0 for group, _ in stepped):
+            # torch.distributed.checkpoint makes state by such a step, from gradients of zeros; a learning rate that begins at 0 has others.
+            if any(id(param) in tables and (param.grad.layout != torch.strided or param.grad.any()) for _, param in stepped):
+                _fix_forms(optimizer)
             return
         _refuse_row_state(optimizer)
         _check_gradients(optimizer, stepped, tables)
+        _fix_forms(optimizer)
         _hooks.watched_groups[optimizer] = optimizer.param_groups
         _owned = None
     if not _leaves_out(optimizer, tables):
@@ -105,8 +109,6 @@ def _check_gradients(optimizer: torch.optim.Optimizer, stepped: List[Tuple[Dict[
                                    "sparse_grad=True (an nn.Embedding with sparse=True), or use xs.optim.RowAdam, which takes both")
             if tables[id(param)].sparse_grad or (torch.ops.xsoftmax.has_row_gradient(param) and _has_few_rows(param.grad)):
                 dense = dense or (param, tables[id(param)])
-        if id(param) in tables:
-            _fix_form(optimizer, tables[id(param)], param.grad.layout != torch.strided)
     if row_optimizer(type(optimizer)) is None and hasattr(optimizer, "flush"):
         _hint_at_embeddings(name, [param for _, param in stepped])
     if dense is not None:
@@ -116,14 +118,28 @@ def _check_gradients(optimizer: torch.optim.Optimizer, stepped: List[Tuple[Dict[
                       stacklevel=5)
 
 
-def _fix_form(optimizer: torch.optim.Optimizer, module: Module, is_sparse: bool) -> None:
-    """Gives a module with sparse_grad=None the form of its first gradient for good, where the optimizer takes that one alone: batches of another size would
-    change it. SGD with momentum begins with the form of its first gradient."""
-    takes_both = isinstance(optimizer, torch.optim.Adagrad) or (
-        isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups))
-    if module.sparse_grad is None and row_optimizer(type(optimizer)) is not None:
-        if not takes_both or not all(_takes_rows(optimizer, group) for group in optimizer.param_groups):
-            module.sparse_grad = is_sparse  # type: ignore[assignment]
+def _fix_forms(optimizer: torch.optim.Optimizer) -> None:
+    """Sets sparse_grad, where it is None, of all modules over tables of an optimizer that takes one form of gradient: batches of another size would change it.
+
+    SparseAdam takes row-sparse gradients, most others dense ones. SGD with momentum goes on with the form that its first gradient has.
+    """
+    if row_optimizer(type(optimizer)) is None:
+        return
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    for module in list(_hooks.table_modules):
+        tables = [table for table in module._tables() if table is not None and id(table) in group_of]
+        if not tables or module.sparse_grad is not None or not module._row_gradients():
+            continue
+        form: Optional[bool] = None
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            form = True
+        elif not all(_takes_rows(optimizer, group_of[id(table)]) for table in tables):
+            form = False
+        elif any(group_of[id(table)].get("momentum") for table in tables):
+            grads = [table.grad for table in tables if table.grad is not None]
+            form = not grads or any(grad.layout != torch.strided for grad in grads)
+        if form is not None:
+            module.sparse_grad = form
 
 
 def _refuse_row_state(optimizer: torch.optim.Optimizer) -> None:

@@ -160,6 +160,47 @@ def test_batches_of_any_size_after_the_first(make, dense_first, fixed):
         assert loss.sparse_grad is fixed
 
 
+def momentum(parameters, lr=0.1):
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def few_and_many(loss):
+    """A step of each form, had the first one not fixed it."""
+    for queries in (3, 20, 3):
+        loss(torch.randn(queries, D), torch.randint(60, (queries,))).backward()
+        yield
+
+
+def test_the_form_is_fixed_for_all_losses_of_the_optimizer():
+    """A step at a learning rate of 0 counts; so does a loss whose turn comes later, another one over the same table, and a bias beside a tied table."""
+    made = [xs.SampledSoftmaxLoss(D, 60, sampler="uniform", num_samples=4, shared=False, bias=True) for _ in range(4)]
+    first, later, same, tied = made
+    same.linear = first.linear
+    embedding = torch.nn.Embedding(60, D)
+    tied.linear.weight = embedding.weight
+    optimizer = momentum([*first.parameters(), *later.parameters()], lr=0.0)
+    for loss in (first, later, same):
+        for _ in few_and_many(loss):
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = 0.1
+    other = momentum(tied.parameters())
+    for queries in (3, 20, 3):
+        tied(embedding(torch.randint(60, (queries,))), torch.randint(60, (queries,))).backward()
+        other.step()
+        other.zero_grad()
+    assert all(loss.sparse_grad for loss in made)
+
+
+def test_a_refused_step_fixes_no_form():
+    loss = xs.SampledSoftmaxLoss(D, 60, sampler="uniform", num_samples=4, shared=False)
+    optimizer = torch.optim.Adam(loss.parameters())
+    loss(torch.randn(3, D), torch.randint(60, (3,))).backward()
+    with pytest.raises(RuntimeError, match="Adam: expected dense gradients, got a row-sparse one"):
+        optimizer.step()
+    assert loss.sparse_grad is None
+
+
 def test_a_dense_gradient_that_the_loss_chose_is_not_warned_of():
     loss = xs.SampledSoftmaxLoss(D, 12_000, sampler="uniform", num_samples=20, shared=False)
     optimizer = xs.optim.RowAdam(loss.parameters())
