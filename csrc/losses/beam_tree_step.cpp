@@ -21,15 +21,15 @@ using at::Tensor;
 constexpr const char* kOp = "beam_tree_step";
 
 // Whether a step trains the edges. 16-bit ones, whose rounding moves scores, are balanced on request only.
-bool learns(const Tensor& weight, const BeamOptions& search) {
+bool learns(const Tensor& weight, const BeamTreeStepOptions& options) {
   const auto dtype = weight.scalar_type();
-  return search.balance_every > 0 && (search.balances_16_bits || dtype == at::kFloat || dtype == at::kDouble) && at::GradMode::is_enabled() &&
+  return options.balance_every > 0 && (options.balances_16_bits || dtype == at::kFloat || dtype == at::kDouble) && at::GradMode::is_enabled() &&
       weight.requires_grad() && !weight.is_meta() && check::is_plain(weight);
 }
 
 void count_step(const Tensor& weight, const OptionalTensor& bias, const TreeTables& tree, at::IntArrayRef layer_sizes, const OptionalTensor& steps,
-                const BeamOptions& search) {
-  if (!given(steps) || !learns(weight, search)) {
+                const BeamTreeStepOptions& options) {
+  if (!given(steps) || !learns(weight, options)) {
     return;
   }
   check::dim(kOp, "steps", *steps, 0);
@@ -37,7 +37,7 @@ void count_step(const Tensor& weight, const OptionalTensor& bias, const TreeTabl
   TORCH_CHECK_TYPE(check::can_read(*steps), kOp, ": expected steps on the CPU, got a tensor on ", steps->device());
   const at::AutoDispatchBelowADInplaceOrView guard;
   const int64_t count = steps->item<int64_t>() + 1;
-  if (count % search.balance_every == 0) {
+  if (count % options.balance_every == 0) {
     balance_edges(weight, bias, tree, layer_sizes);
   }
   steps->fill_(count);
@@ -56,19 +56,19 @@ void balance_edges(const Tensor& weight, const OptionalTensor& bias, const TreeT
   }
 }
 
-Tensor beam_tree_step(const BeamTreeStep& step, const SampledSoftmaxOptions& options, const BeamOptions& search) {
+Tensor beam_tree_step(const BeamTreeStep& step, const BeamTreeStepOptions& options) {
   Proposal sets;
   {
     const at::AutoDispatchBelowADInplaceOrView guard; // what is drawn has no gradient
     check_beam_tree_options(options);
     const auto [queries, counted] = tree_queries(step.input, step.target, step.weight, step.bias, step.tree, options.ignore_index, step.class_weight);
-    const OptionalTensor seed = search.routed ? OptionalTensor(samplers::draw_seed(queries, step.generator)) : std::nullopt;
-    const Tensor found = beam_tree_candidates(seed, queries, step.weight, step.bias, step.tree, step.layer_sizes, search);
+    const OptionalTensor seed = options.routed ? OptionalTensor(samplers::draw_seed(queries, step.generator)) : std::nullopt;
+    const Tensor found = beam_tree_candidates(seed, queries, step.weight, step.bias, step.tree, step.layer_sizes, options);
     const CandidateSet outside = step.noise({queries, counted, step.generator, /*training=*/true}, found);
     const auto [ids, log_count] = present_set(found);
     sets = {{ids, log_count, Tensor(), /*distinct=*/true}, outside};
   }
-  count_step(step.weight, step.bias, step.tree, step.layer_sizes, step.steps, search); // nothing below can go wrong
+  count_step(step.weight, step.bias, step.tree, step.layer_sizes, step.steps, options); // nothing below can go wrong
   return beam_tree_loss(step.input, step.weight, step.bias, step.target, step.tree, step.layer_sizes, sets, step.class_weight, options);
 }
 
@@ -84,7 +84,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         const auto options = parse_options<BeamTreeStepOptions>(kOp, text);
         const auto outside = [&](const DrawRequest& request, const Tensor& candidates) { return sample_outside(complement, request, candidates); };
         const TreeTables tables(kOp, tree);
-        return beam_tree_step({input, weight, bias, target, tables, layer_sizes, outside, std::move(generator), steps, class_weight}, options, options);
+        return beam_tree_step({input, weight, bias, target, tables, layer_sizes, outside, std::move(generator), steps, class_weight}, options);
       });
   m.def("beam_tree_count_step_(Tensor(a!) weight, Tensor(b!)? bias, Tensor[] tree, int[] layer_sizes, Tensor(c!)? steps, str options) -> ()",
         [](const Tensor& weight, const OptionalTensor& bias, at::TensorList tree, at::IntArrayRef layer_sizes, const OptionalTensor& steps,

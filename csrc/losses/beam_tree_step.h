@@ -24,15 +24,6 @@ namespace xsoftmax {
 // them, and balances them (tree_balance_) where `balance_every` says so. Edges that autograd has saved change, too: a gradient depends on sums
 // along whole paths alone, which stay as they are.
 
-/// Options of beam_tree_step: those of the loss and those of the search, in one text.
-struct BeamTreeStepOptions : SampledSoftmaxOptions, BeamOptions {
-  template <typename Visitor>
-  void visit(Visitor& visitor) {
-    SampledSoftmaxOptions::visit(visitor);
-    BeamOptions::visit(visitor);
-  }
-};
-
 struct BeamTreeStep {
   const at::Tensor& input;
   const at::Tensor& weight;
@@ -50,6 +41,6 @@ struct BeamTreeStep {
 void balance_edges(const at::Tensor& weight, const OptionalTensor& bias, const TreeTables& tree, at::IntArrayRef layer_sizes);
 
 /// With autograd.
-at::Tensor beam_tree_step(const BeamTreeStep& step, const SampledSoftmaxOptions& options, const BeamOptions& search);
+at::Tensor beam_tree_step(const BeamTreeStep& step, const BeamTreeStepOptions& options);
 
 } // namespace xsoftmax

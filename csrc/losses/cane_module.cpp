@@ -32,7 +32,7 @@ std::string cane_estimator(const char* name, const std::string& noise_reduction)
 
 namespace {
 
-std::shared_ptr<samplers::SamplerImpl> noise_sampler(const samplers::SamplerOrName& sampler, const NoiseRequest& request) {
+std::shared_ptr<samplers::SamplerImpl> noise_sampler(const samplers::SamplerOrName& sampler, const NoiseOptions& request) {
   if (sampler.name().empty() || sampler.name() == "uniform") {
     return sampler.or_null();
   }
@@ -46,7 +46,7 @@ std::shared_ptr<samplers::SamplerImpl> noise_sampler(const samplers::SamplerOrNa
 
 } // namespace
 
-samplers::ComplementSampler noise_outside(const char* name, const samplers::SamplerOrName& given_sampler, const NoiseRequest& request) {
+samplers::ComplementSampler noise_outside(const char* name, const samplers::SamplerOrName& given_sampler, const NoiseOptions& request) {
   const int64_t num_noises = request.num_noises, num_classes = request.num_classes;
   TORCH_CHECK_VALUE(num_noises >= 0, name, ": expected num_noises of at least 0, got ", num_noises);
   const auto sampler = noise_sampler(given_sampler, request);

@@ -348,7 +348,9 @@ Tensor linear_entropy(const Tensor& input, const Tensor& weight, const OptionalT
 }
 
 Tensor linear_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  check::finite_queries("linear_scores", "input", input);
+  constexpr const char* op = "linear_scores";
+  check::given_tensors(op, {{"input", &input}, {"weight", &weight}});
+  check::finite_queries(op, "input", input);
   const auto device = input.device().type();
   if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) {
     return scores_of_all(input, weight, bias);

@@ -19,7 +19,7 @@ at::Tensor as_rows(const at::Tensor& input);
 std::string cane_estimator(const char* name, const std::string& noise_reduction);
 
 /// Properties of a loss that noise_outside checks a sampler against.
-struct NoiseRequest {
+struct NoiseOptions {
   int64_t num_noises, num_classes;
   int64_t dim;                ///< of queries
   bool bias;                  ///< of the table
@@ -30,6 +30,6 @@ struct NoiseRequest {
 /// Returns draws from outside a set for each query: by a sampler of private independent draws that
 /// draws every class outside the candidates, or by one that is made by name, with four tries for each
 /// noise. None and "uniform": uniform draws.
-samplers::ComplementSampler noise_outside(const char* owner, const samplers::SamplerOrName& sampler, const NoiseRequest& request);
+samplers::ComplementSampler noise_outside(const char* owner, const samplers::SamplerOrName& sampler, const NoiseOptions& request);
 
 } // namespace xsoftmax::nn

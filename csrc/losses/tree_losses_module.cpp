@@ -120,15 +120,15 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
   step_.reduction = options.reduction;
   step_.ignore_index = options.ignore_index;
   step_.sparse_grad = beam.sparse_grad;
-  beam_.num_candidates = std::min(beam.num_candidates, tree->num_classes());
-  beam_.beam = std::min(beam.beam.value_or(beam_.num_candidates), tree->num_classes());
-  beam_.routed = beam.routed;
-  beam_.balance_every = beam.balance_every.value_or(std::max<int64_t>(100, tree->num_edges() / 500));
-  beam_.balances_16_bits = beam.balance_every.has_value();
+  step_.num_candidates = std::min(beam.num_candidates, tree->num_classes());
+  step_.beam = std::min(beam.beam.value_or(step_.num_candidates), tree->num_classes());
+  step_.routed = beam.routed;
+  step_.balance_every = beam.balance_every.value_or(std::max<int64_t>(100, tree->num_edges() / 500));
+  step_.balances_16_bits = beam.balance_every.has_value();
   BeamTreeLossImpl::check_tree(tree);
-  TORCH_CHECK_VALUE(beam_.beam >= beam_.num_candidates, name_, ": expected beam of at least num_candidates, ", beam_.num_candidates, ", got ", beam_.beam);
+  TORCH_CHECK_VALUE(step_.beam >= step_.num_candidates, name_, ": expected beam of at least num_candidates, ", step_.num_candidates, ", got ", step_.beam);
   // Nothing is outside all classes; a routed query has those of its own subset alone.
-  const bool outside = beam_.num_candidates < tree->num_classes() || beam.routed;
+  const bool outside = step_.num_candidates < tree->num_classes() || beam.routed;
   noise = register_module(
       "noise",
       noise_outside(
@@ -144,7 +144,7 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
 
 void BeamTreeLossImpl::check_tree(const LabelTree& loaded) const {
   TreeTableImpl::check_tree(loaded);
-  TORCH_CHECK_VALUE(!beam_.routed || (loaded->depth() == 2 && loaded->parent.index_select(0, loaded->class_node).gt(0).all().item<bool>()), name_,
+  TORCH_CHECK_VALUE(!step_.routed || (loaded->depth() == 2 && loaded->parent.index_select(0, loaded->class_node).gt(0).all().item<bool>()), name_,
                     ": expected a tree of one layer of subsets for routed");
 }
 
@@ -157,14 +157,13 @@ Tensor BeamTreeLossImpl::forward(const Tensor& input, const Tensor& target, std:
   };
   const OptionalTensor edge_bias = bias();
   const TreeTables tree_tables = tables(tree);
-  return beam_tree_step({input, edges->weight, edge_bias, target, tree_tables, tree->layer_sizes, outside, std::move(generator), steps, class_weight()}, step_,
-                        beam_);
+  return beam_tree_step({input, edges->weight, edge_bias, target, tree_tables, tree->layer_sizes, outside, std::move(generator), steps, class_weight()}, step_);
 }
 
 Tensor BeamTreeLossImpl::candidates(const Tensor& input, std::optional<at::Generator> generator) const {
   const Tensor queries = as_rows(input).detach();
-  const OptionalTensor seed = beam_.routed ? optional(samplers::draw_seed(queries, generator)) : std::nullopt;
-  return beam_tree_candidates(seed, queries, edges->weight, bias(), tables(tree), tree->layer_sizes, beam_).reshape(with_last(input, beam_.num_candidates));
+  const OptionalTensor seed = step_.routed ? optional(samplers::draw_seed(queries, generator)) : std::nullopt;
+  return beam_tree_candidates(seed, queries, edges->weight, bias(), tables(tree), tree->layer_sizes, step_).reshape(with_last(input, step_.num_candidates));
 }
 
 Tensor BeamTreeLossImpl::exact(const Tensor& input, const Tensor& target) const {
@@ -188,7 +187,7 @@ Tensor BeamTreeLossImpl::log_prob(const Tensor& input) { return at::log_softmax(
 
 std::tuple<Tensor, Tensor> BeamTreeLossImpl::topk(const Tensor& input, int64_t k, std::optional<int64_t> given_width, const Tensor& exclude) const {
   check_k(k);
-  int64_t width = given_width.value_or(std::max(k, beam_.beam));
+  int64_t width = given_width.value_or(std::max(k, step_.beam));
   TORCH_CHECK_VALUE(width >= k, name_, ": expected width of at least k=", k, ", got ", width);
   width = std::max(width, with_excluded(k, exclude, tree->num_classes()).expect_int());
   settle();

@@ -76,7 +76,7 @@ void BeamLayer::score(int64_t parent, const Queries& queries, int64_t query, flo
   }
 }
 
-void BeamWorkspace::search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias, const BeamOptions& options,
+void BeamWorkspace::search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias, const LinearBeamOptions& options,
                            std::span<const std::vector<bool>> allowed, int64_t* leaf, float* score, int64_t* found) {
   float start = 1.0f; // neutral element of the combiner
   if (options.combiner == ScoreCombiner::Add) {
@@ -97,7 +97,7 @@ void BeamWorkspace::search(const std::vector<BeamLayer>& layers, const Queries& 
   }
 }
 
-void BeamWorkspace::report(int64_t query, const BeamOptions& options, int64_t* leaf, float* score) const {
+void BeamWorkspace::report(int64_t query, const LinearBeamOptions& options, int64_t* leaf, float* score) const {
   constexpr float kLeast = std::numeric_limits<float>::min(), kStep = std::numeric_limits<float>::epsilon();
   const Node* best = beam_.data() + begin_[query];
   const int64_t found = begin_[query + 1] - begin_[query];
@@ -115,7 +115,7 @@ void BeamWorkspace::report(int64_t query, const BeamOptions& options, int64_t* l
 }
 
 // Parent after parent, so that its weights are read once for all the queries that are there.
-void BeamWorkspace::score_children(const BeamLayer& layer, const Queries& queries, float bias, const BeamOptions& options) {
+void BeamWorkspace::score_children(const BeamLayer& layer, const Queries& queries, float bias, const LinearBeamOptions& options) {
   pairs_.clear();
   int64_t total = 0;
   for (int64_t q = 0; q < queries.count; ++q) {

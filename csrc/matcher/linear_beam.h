@@ -68,7 +68,7 @@ class BeamLayer {
   std::vector<Chunk> chunks_;
 };
 
-struct BeamOptions {
+struct LinearBeamOptions {
   int64_t beam, topk;
   ScoreTransform transform;
   int power; ///< of a hinge
@@ -86,8 +86,8 @@ class BeamWorkspace {
   /// No reported score is 0, which sparse formats drop. Where scores are logs, e^score of the i-th
   /// leaf before the last one found is at least the i-th float after 2^-126, so that the smallest
   /// ones are in order, too. A score of 0 that is no log of this kind is reported as 2^-126.
-  void search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias, const BeamOptions& options, std::span<const std::vector<bool>> allowed,
-              int64_t* leaf, float* score, int64_t* found);
+  void search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias, const LinearBeamOptions& options,
+              std::span<const std::vector<bool>> allowed, int64_t* leaf, float* score, int64_t* found);
 
  private:
   struct Node {
@@ -99,8 +99,8 @@ class BeamWorkspace {
     float score;
   };
 
-  void report(int64_t query, const BeamOptions& options, int64_t* leaf, float* score) const;
-  void score_children(const BeamLayer& layer, const Queries& queries, float bias, const BeamOptions& options);
+  void report(int64_t query, const LinearBeamOptions& options, int64_t* leaf, float* score) const;
+  void score_children(const BeamLayer& layer, const Queries& queries, float bias, const LinearBeamOptions& options);
   void select(const BeamLayer& layer, int64_t queries, int64_t keep, const std::vector<bool>* allowed);
 
   std::vector<Node> beam_, next_;       // of all queries, one after the other

@@ -49,7 +49,7 @@ ScoreCombiner combiner_named(const std::string& name, const std::string& transfo
 }
 
 /// Returns options whose scores order nodes as these do, but do not underflow: logs of values above 0.
-BeamOptions with_log_scores(BeamOptions options) {
+LinearBeamOptions with_log_scores(LinearBeamOptions options) {
   if (options.transform != ScoreTransform::Hinge && options.transform != ScoreTransform::Sigmoid) {
     return options;
   }
@@ -154,7 +154,7 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
   const QueryTensors queries = check_queries(offsets, columns, values, asked.dense(), asked.dense_begin(), features_);
   const int64_t n = queries.views.count, max_children = layers_.back().most_children(); // labels below a node of the beam, at most
   const int64_t k = std::min({topk, num_labels(), beam > num_labels() / max_children ? num_labels() : beam * max_children});
-  const BeamOptions options = with_log_scores({beam, k, kind, power, combiner_named(asked.combiner(), used), /*logs=*/false});
+  const LinearBeamOptions options = with_log_scores({beam, k, kind, power, combiner_named(asked.combiner(), used), /*logs=*/false});
   const std::vector<std::vector<bool>> allowed = given(asked.only()) ? allowed_nodes(*asked.only()) : std::vector<std::vector<bool>>();
 
   const Tensor leaf = at::empty({n, k}, at::kLong), score = at::empty({n, k}, at::kFloat), ends = at::empty({n + 1}, at::kLong);

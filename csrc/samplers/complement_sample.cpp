@@ -185,9 +185,23 @@ std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside, const Opti
   return {law.log_count(log_count, ids).masked_fill(none, kInfinity).to(at::kFloat), of_target};
 }
 
+namespace {
+
+// Of a sampler written in Python, whose draws may be any numbers.
+Tensor complement_of_given(const Tensor& seed, const Tensor& inside, const OptionalTensor& draws, const Tensor& queries, std::string_view text) {
+  constexpr const char* op = "complement_sample";
+  if (given(draws) && check::can_read(*draws)) {
+    check::int64(op, "draws", *draws);
+    check::class_ids(op, "draws", *draws, parse_options<ComplementOptions>(op, text).num_classes);
+  }
+  return complement_sample(seed, inside, draws, queries, text);
+}
+
+} // namespace
+
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("sort_sets(Tensor sets, int num_classes) -> Tensor");
-  m.def("complement_sample(Tensor seed, Tensor inside, Tensor? draws, Tensor queries, str options) -> Tensor", complement_sample);
+  m.def("complement_sample(Tensor seed, Tensor inside, Tensor? draws, Tensor queries, str options) -> Tensor", complement_of_given);
   m.def(
       "complement_log_count(Tensor inside, Tensor? inside_count, Tensor ids, Tensor? log_count, Tensor? target, Tensor? target_count, "
       "str options) -> (Tensor log_count, Tensor target_log_count)",

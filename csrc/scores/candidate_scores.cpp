@@ -190,7 +190,7 @@ RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tenso
     }
   }
   const RowGradients gradients{grad_input, rows, values, bias_values};
-  return dense ? in_table(gradients, weight.size(0), output_mask) : gradients;
+  return dense ? over_all_rows(gradients, weight.size(0), output_mask) : gradients;
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {

@@ -30,7 +30,8 @@ RowGradients row_gradients_meta(const at::Tensor& input, const c10::SymInt& rows
 }
 
 bool is_row_sparse(std::optional<bool> sparse_grad, const c10::SymInt& rows, const at::Tensor& table) {
-  const bool sparse = sparse_grad ? *sparse_grad : rows <= table.sym_size(0);
+  const auto form = sparse_grad ? sparse_grad : fixed_row_gradient(table);
+  const bool sparse = form ? *form : rows <= table.sym_size(0);
   set_row_gradient(table, sparse);
   return sparse;
 }
@@ -115,7 +116,7 @@ std::tuple<at::Tensor, at::Tensor> sum_equal_rows(const at::Tensor& rows, const 
   return {sorted, at::zeros_like(values).index_add_(0, first, values.index_select(0, order))};
 }
 
-RowGradients in_table(const RowGradients& gradients, int64_t num_rows, std::array<bool, 3> wanted) {
+RowGradients over_all_rows(const RowGradients& gradients, int64_t num_rows, std::array<bool, 3> wanted) {
   const auto& [grad_input, rows, values, bias_values] = gradients;
   const auto all = [&rows = rows, num_rows](const at::Tensor& tensor, bool wanted) {
     if (!wanted) {
@@ -133,7 +134,7 @@ RowGradients at_most_rows(const RowGradients& gradients, int64_t num_rows) {
   if (rows.size(0) <= num_rows) {
     return gradients;
   }
-  RowGradients all = in_table(gradients, num_rows, {false, values.size(0) > 0, bias_values.size(0) > 0});
+  RowGradients all = over_all_rows(gradients, num_rows, {false, values.size(0) > 0, bias_values.size(0) > 0});
   std::get<1>(all) = at::arange(num_rows, rows.options());
   return all;
 }

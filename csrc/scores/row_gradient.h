@@ -40,7 +40,7 @@ std::tuple<at::Tensor, at::Tensor> sum_equal_rows(const at::Tensor& rows, const 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> sort_rows(const at::Tensor& rows);
 
 /// The same gradient with rows [0], values [N, D] and bias values [N], in ATen calls; N = `num_rows`.
-RowGradients in_table(const RowGradients& gradients, int64_t num_rows, std::array<bool, 3> wanted);
+RowGradients over_all_rows(const RowGradients& gradients, int64_t num_rows, std::array<bool, 3> wanted);
 /// The same gradient over at most N = `num_rows` rows, in ATen calls: where R > N, a row for each of the table's.
 RowGradients at_most_rows(const RowGradients& gradients, int64_t num_rows);
 

@@ -26,14 +26,24 @@ struct BeamOptions {
   int64_t num_candidates = 1;
   int64_t beam = 1;    ///< the width of the search, at least num_candidates
   bool routed = false; ///< drawn from the best subset of a tree of one layer of subsets
-  int64_t balance_every = 0;     ///< training steps; 0: edges are never balanced
-  bool balances_16_bits = false; ///< edges of 16 bits are balanced as well
 
   template <typename Visitor>
   void visit(Visitor& visitor) {
     visitor("num_candidates", num_candidates);
     visitor("beam", beam);
     visitor("routed", routed);
+  }
+};
+
+/// What a training step of BeamTreeLoss takes: options of the loss and of the search, and when edges are balanced.
+struct BeamTreeStepOptions : SampledSoftmaxOptions, BeamOptions {
+  int64_t balance_every = 0;     ///< training steps; 0: edges are never balanced
+  bool balances_16_bits = false; ///< edges of 16 bits are balanced as well
+
+  template <typename Visitor>
+  void visit(Visitor& visitor) {
+    SampledSoftmaxOptions::visit(visitor);
+    BeamOptions::visit(visitor);
     visitor("balance_every", balance_every);
     visitor("balances_16_bits", balances_16_bits);
   }
@@ -146,8 +156,7 @@ class BeamTreeLossImpl : public TreeLossImpl {
  private:
   void check_tree(const LabelTree& loaded) const override;
 
-  SampledSoftmaxOptions step_;
-  BeamOptions beam_;
+  BeamTreeStepOptions step_;
 };
 class BeamTreeLoss : public Holder<BeamTreeLossImpl> {
  public:

@@ -119,27 +119,46 @@ def _check_gradients(optimizer: torch.optim.Optimizer, stepped: List[Tuple[Dict[
 
 
 def _fix_forms(optimizer: torch.optim.Optimizer) -> None:
-    """Sets sparse_grad, where it is None, of all modules over tables of an optimizer that takes one form of gradient: batches of another size would change it.
+    """Fixes the form of gradients for all tables of an optimizer that takes one form: where sparse_grad is None, batches of another size would change it.
 
-    SparseAdam takes row-sparse gradients, most others dense ones. SGD with momentum goes on with the form that its first gradient has.
+    Eager and scripted losses find the form beside the table. A compiled graph does not: sparse_grad
+    of its module is set as well, at which the graph is made again.
     """
     if row_optimizer(type(optimizer)) is None:
         return
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    known: Dict[int, Optional[bool]] = {}
     for module in list(_hooks.table_modules):
         tables = [table for table in module._tables() if table is not None and id(table) in group_of]
-        if not tables or module.sparse_grad is not None or not module._row_gradients():
+        if not tables or not module._row_gradients():
             continue
-        form: Optional[bool] = None
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            form = True
-        elif not all(_takes_rows(optimizer, group_of[id(table)]) for table in tables):
-            form = False
-        elif any(group_of[id(table)].get("momentum") for table in tables):
-            grads = [table.grad for table in tables if table.grad is not None]
-            form = not grads or any(grad.layout != torch.strided for grad in grads)
-        if form is not None:
+        form = _form_taken(optimizer, [(group_of[id(table)], table) for table in tables])
+        if form is not None and module.sparse_grad is None:
             module.sparse_grad = form
+        known.update((id(table), form) for table in tables)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in known and not torch.ops.xsoftmax.is_row_table(param):
+                continue
+            form = known[id(param)] if id(param) in known else _form_taken(optimizer, [(group, param)])
+            torch.ops.xsoftmax.fix_row_gradient(param, form)
+            loaded = optimizer.state.get(param, {}).get("momentum_buffer")
+            if loaded is not None and loaded.layout != torch.strided and param.grad is not None and param.grad.layout == torch.strided:
+                param.grad = param.grad.to_sparse(1)  # torch adds no dense gradient to row-sparse momentum
+
+
+def _form_taken(optimizer: torch.optim.Optimizer, tables: List[Tuple[Dict[str, Any], Any]]) -> Optional[bool]:
+    """The form of gradient that an optimizer takes for the tables of a loss: True, row-sparse, of SparseAdam; False, dense, of most others.
+
+    SGD goes on with the form of its momentum, loaded or made by this step. None: it takes both.
+    """
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return True
+    if not all(_takes_rows(optimizer, group) for group, _ in tables):
+        return False
+    with_momentum = [table for group, table in tables if group.get("momentum")]
+    made = [optimizer.state.get(table, {}).get("momentum_buffer", table.grad) for table in with_momentum]
+    return any(each is None or each.layout != torch.strided for each in made) if made else None
 
 
 def _refuse_row_state(optimizer: torch.optim.Optimizer) -> None:

@@ -116,8 +116,8 @@ class HierarchicalMatcher(TableModule):
         layer = state_dict.get(prefix + "layer")
         if isinstance(layer, Tensor) and layer.numel() == 1 and not layer.is_meta:
             depth = self._depth_of(state_dict.get(prefix + "tree.parent"))
-            if not 1 <= int(layer) <= depth:
-                error_msgs.append(f"HierarchicalMatcher: expected {prefix}layer in [1, {depth}], got {int(layer)}")
+            if layer.is_floating_point() or layer.is_complex() or not 1 <= int(layer) <= depth:
+                error_msgs.append(f"HierarchicalMatcher: expected {prefix}layer as an integer in [1, {depth}], got {layer.item()}")
                 return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 

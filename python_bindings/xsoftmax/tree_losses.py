@@ -135,10 +135,6 @@ class BeamTreeLoss(TreeLoss):
             with torch.no_grad():
                 self.edges.weight.mul_(tree.depth**-0.5)  # so that a class scores as it would with a row of its own
 
-    def _search_text(self) -> str:
-        return option_text(num_candidates=self.num_candidates, beam=self.beam, routed=self.routed, balance_every=self.balance_every,
-                           balances_16_bits=self._balances_16_bits)
-
     def _is_option(self, name: str) -> bool:
         return name == "balance_every" or super()._is_option(name)
 
@@ -148,8 +144,9 @@ class BeamTreeLoss(TreeLoss):
     def _update_texts(self, name: str) -> None:
         super()._update_texts(name)
         if "_step_options" in self.__dict__:
-            self._search = self._search_text()
-            self._step_options = self._options + "," + self._search
+            self._search = option_text(num_candidates=self.num_candidates, beam=self.beam, routed=self.routed)
+            balance = option_text(balance_every=self.balance_every, balances_16_bits=self._balances_16_bits)
+            self._step_options = ",".join((self._options, self._search, balance))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         steps = self.steps  # type: ignore[has-type]

@@ -207,6 +207,7 @@ def samples():
         matcher_topk=(input, *edges, tree.tables(), 3, 5, private[:, :2].contiguous(), "beam=4"),
         known_ids=(private, N, "Loss", "ids"),
         kmeans=(seed, weight, 3, 2, weight[:3].clone()),
+        fix_row_gradient=(weight, None),
         has_row_gradient=(weight,),
         is_row_table=(weight,),
         label_tree=(tree.parent, tree.node_class),

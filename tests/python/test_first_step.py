@@ -192,6 +192,50 @@ def test_the_form_is_fixed_for_all_losses_of_the_optimizer():
     assert all(loss.sparse_grad for loss in made)
 
 
+def test_a_scripted_loss_and_a_function_keep_the_form_of_the_first_step():
+    loss = xs.SampledSoftmaxLoss(D, 60, sampler="uniform", num_samples=4, shared=False)
+    scripted = torch.jit.script(loss)
+    optimizer = momentum(loss.parameters())
+    for _ in few_and_many(scripted):
+        assert loss.linear.weight.grad.is_sparse
+        optimizer.step()
+        optimizer.zero_grad()
+    table = torch.nn.Parameter(torch.randn(60, D))
+    optimizer = momentum([table])
+    for queries in (20, 3):
+        counts = torch.zeros(queries, 5), torch.zeros(queries)
+        drawn = xs.samplers.CandidateSet(torch.randint(60, (queries, 5)), *counts, False)
+        xs.functional.sampled_softmax_loss(torch.randn(queries, D), table, torch.randint(60, (queries,)), [drawn]).backward()
+        assert not table.grad.is_sparse
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_loaded_momentum_decides_the_form():
+    """A run that goes on with a batch of another size steps as one that was not interrupted."""
+    states = []
+    for resume in (False, True):
+        torch.manual_seed(0)
+        loss = xs.SampledSoftmaxLoss(D, 60, sampler="uniform", num_samples=4, shared=False)
+        optimizer = momentum(loss.parameters())
+        for queries in (3, 20, 3):
+            if resume and queries == 20:
+                again = xs.SampledSoftmaxLoss(D, 60, sampler="uniform", num_samples=4, shared=False)
+                again.load_state_dict(loss.state_dict())
+                fresh = momentum(again.parameters())
+                fresh.load_state_dict(optimizer.state_dict())
+                loss, optimizer = again, fresh
+                torch.manual_seed(1)
+            elif queries == 20:
+                torch.manual_seed(1)
+            loss(torch.randn(queries, D), torch.randint(60, (queries,))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(loss.linear.weight.detach())
+        assert loss.sparse_grad is True
+    torch.testing.assert_close(states[0], states[1])
+
+
 def test_a_refused_step_fixes_no_form():
     loss = xs.SampledSoftmaxLoss(D, 60, sampler="uniform", num_samples=4, shared=False)
     optimizer = torch.optim.Adam(loss.parameters())

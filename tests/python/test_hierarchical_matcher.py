@@ -268,9 +268,9 @@ def test_prototypes_refuse_what_does_not_fit_and_change_nothing():
 
 def test_a_checkpoint_at_no_layer_is_refused():
     matcher, *_ = make()
-    for layer in (0, matcher.tree.depth + 1):
+    for layer in (0, matcher.tree.depth + 1, 1.5):
         state = matcher.state_dict() | {"layer": torch.tensor(layer)}
-        with pytest.raises(RuntimeError, match=rf"expected layer in \[1, {matcher.tree.depth}\], got {layer}"):
+        with pytest.raises(RuntimeError, match=rf"expected layer as an integer in \[1, {matcher.tree.depth}\], got {layer}"):
             matcher.load_state_dict(state)
     assert int(matcher.layer) == 1
     deeper, flat = (xs.HierarchicalMatcher(6, xs.LabelTree.from_nested(nested)) for nested in ([[0, [1, 2]]], [[0], [1], 2]))

@@ -119,3 +119,28 @@ def test_scripted():
         values.append(each(input, target))
     torch.testing.assert_close(*values)
     assert ComplementSampler(LinearLawSampler(N, 4), 2).sample(input, target)[0].ids.ne(target[:, None]).all()
+
+
+class FaultySampler(LinearLawSampler):
+    fault = ""
+
+    def sample(self, queries, target=None, generator=None):
+        drawn, = super().sample(queries, target, generator)
+        if self.fault == "ids":
+            return [drawn._replace(ids=drawn.ids + N)]
+        return [drawn._replace(target_log_count=None)]
+
+
+@pytest.mark.parametrize("fault, error, message", [("ids", IndexError, r"complement_sample: expected draws in \[0, 12\), got \d+ at"),
+                                                   ("counts", ValueError, "ComplementSampler: expected a set with target_log_count, .* got None")])
+@pytest.mark.parametrize("make", [lambda noise: xs.CaneLoss(D, N, candidates=3, num_noises=2, noise_sampler=noise),
+                                  lambda noise: xs.BeamTreeLoss(D, xs.LabelTree.balanced(N), num_candidates=3, num_noises=2, noise_sampler=noise,
+                                                                balance_every=1)])
+def test_a_faulty_one_is_refused_before_anything_changes(make, fault, error, message):
+    loss = make(FaultySampler(N, 8))
+    loss.noise.sampler.fault = fault
+    before = {name: value.clone() for name, value in loss.state_dict().items()}
+    with pytest.raises(error, match=message):
+        loss(torch.randn(3, D), torch.tensor([0, 5, 11]))
+    for name, value in loss.state_dict().items():
+        assert torch.equal(value, before[name]), name

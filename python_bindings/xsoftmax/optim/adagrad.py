@@ -22,8 +22,11 @@ class RowAdagrad(RowOptimizer):
         param = param - lr / (1 + (t - 1) * lr_decay) * grad / (sum.sqrt() + eps)
 
     Without weight decay, a row without a gradient stays where it is under Adagrad, so this equals the dense optimizer. With it, the decay acts only in the
-    steps in which a row has a gradient. No update is lazy: rows never owe steps, and :meth:`flush` does nothing. Parameters with dense gradients are updated as
-    by ``torch.optim.Adagrad``.
+    steps in which a row has a gradient. No update is lazy: rows never owe steps, and :meth:`flush` does nothing.
+
+    A table is a parameter that has a row-sparse gradient at its first step, or belongs to a loss that may give it one (``sparse_grad`` other than False). In a
+    step in which such a loss gives it a dense gradient instead, every row counts as having a gradient, and the equations above hold. Other parameters are
+    updated as by ``torch.optim.Adagrad``.
 
     Args:
         params: parameters, or dicts of parameter groups
@@ -35,18 +38,19 @@ class RowAdagrad(RowOptimizer):
         initial_accumulator_value: what ``sum`` starts from, at least 0
         eps: added to the root
         maximize: ascend: the gradient counts with the other sign
-        row_wise: one accumulator a row, the mean of squares: memory [N] instead of [N, D], in float32. Read at a parameter's first gradient; parameters with
-            dense gradients ignore it
+        row_wise: one accumulator a row, the mean of squares: memory [N] instead of [N, D], in float32. Read at a table's first gradient; other parameters
+            ignore it
         stochastic_rounding: updates of rows of 16-bit tables round up or down at random, without bias, so that updates too small for a 16-bit number still move
-            it on average. The random numbers follow from step, row and element alone. Parameters with dense gradients round to nearest
+            it on average. The random numbers follow from step, row and element alone. Other parameters round to nearest
         state_dtype: dtype of ``sum`` [N, D]: ``torch.bfloat16`` or ``torch.float32``. None: float32, and float64 for float64 tables. In bfloat16 ``sum`` is
-            always kept with stochastic rounding: to nearest, it would stop growing at 256 times what a step adds. Read at a parameter's first gradient;
-            parameters with dense gradients ignore it
+            always kept with stochastic rounding: to nearest, it would stop growing at 256 times what a step adds. Read at a table's first gradient; other
+            parameters ignore it
         torch_options: options of ``torch.optim.Adagrad`` that choose among its implementations:
             ``foreach``, ``fused``, ``capturable``. They are accepted and ignored, since one
             operator takes the step on every device, and the count of steps is on the parameters' device. ``differentiable=True`` is refused
 
-    Shape: tables [N, D] or [N] with row-sparse gradients (sparse COO in dimension 0, of R rows); other parameters of any shape, with dense gradients.
+    Shape: tables [N, D] or [N], with row-sparse gradients (sparse COO in dimension 0, of R rows) or dense ones; other parameters of any shape,
+    with dense gradients.
 
     State of a table: ``step``, and ``sum`` [N, D], or [N] with row_wise.
 

@@ -37,7 +37,9 @@ class RowAdam(RowOptimizer):
         exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (grad ** 2).mean(1)       # [N]
         param      = param - lr / (1 - beta1 ** t) * exp_avg / ((exp_avg_sq / (1 - beta2 ** t)).sqrt() + eps)[:, None]
 
-    Parameters with dense gradients are updated as by ``torch.optim.AdamW``.
+    A table is a parameter that has a row-sparse gradient at its first step, or belongs to a loss that may give it one (``sparse_grad`` other than False). In a
+    step in which such a loss gives it a dense gradient instead, every row counts as having a gradient, and the equations above hold. Other parameters are
+    updated as by ``torch.optim.AdamW``.
 
     Args:
         params: parameters, or dicts of parameter groups
@@ -48,20 +50,21 @@ class RowAdam(RowOptimizer):
         eps: added to the root, at least 0
         weight_decay: decoupled, at least 0; 0 by default, as in ``torch.optim.Adam``. lr * weight_decay must be below 1 for row-sparse gradients
         maximize: ascend: the gradient counts with the other sign
-        row_wise: one second moment a row, of the mean of squares: memory [N] instead of [N, D], in float32. Read at a parameter's first gradient; parameters
-            with dense gradients ignore it
+        row_wise: one second moment a row, of the mean of squares: memory [N] instead of [N, D], in float32. Read at a table's first gradient; other parameters
+            ignore it
         stochastic_rounding: updates of rows of 16-bit tables, and what :meth:`flush` applies, round up or down at random, without bias, so that updates too
-            small for a 16-bit number still move it on average. The random numbers follow from step, row and element alone. Parameters with dense gradients
+            small for a 16-bit number still move it on average. The random numbers follow from step, row and element alone. Other parameters
             round to nearest
         state_dtype: dtype of the moments [N, D]: ``torch.bfloat16`` or ``torch.float32``. None: float32, and float64 for float64 tables. In bfloat16 moments
             are always kept with stochastic rounding: to nearest, a second moment of beta2 = 0.999 would not see a gradient that changes it by less than a
-            256th. Read at a parameter's first gradient; parameters with dense gradients ignore it
+            256th. Read at a table's first gradient; other parameters ignore it
         torch_options: options of ``torch.optim.AdamW`` that choose among its implementations:
             ``foreach``, ``fused``, ``capturable``. They are accepted and ignored, since one
             operator takes the step on every device, and the count of steps is on the parameters' device. ``amsgrad=True``, ``differentiable=True`` and
             a weight decay with ``decoupled_weight_decay=False`` are refused
 
-    Shape: tables [N, D] or [N] with row-sparse gradients (sparse COO in dimension 0, of R rows); other parameters of any shape, with dense gradients.
+    Shape: tables [N, D] or [N], with row-sparse gradients (sparse COO in dimension 0, of R rows) or dense ones; other parameters of any shape,
+    with dense gradients.
 
     State of a table: ``step``, ``exp_avg`` [N, D], ``exp_avg_sq`` [N, D], or [N] with row_wise, ``last_step`` int32 [N], and
     ``owed``, the steps that rows may owe (csrc/optim/owed_steps.h).

@@ -27,7 +27,10 @@ class RowSGD(RowOptimizer):
     momentum or nesterov of a group change, all rows catch up first.
 
     It differs from ``torch.optim.SGD`` in weight decay, which is decoupled: a factor on the parameter, outside the momentum buffer, not a term of the gradient.
-    Parameters with dense gradients are updated as by ``torch.optim.SGD``, its weight decay included.
+
+    A table is a parameter that has a row-sparse gradient at its first step, or belongs to a loss that may give it one (``sparse_grad`` other than False). In a
+    step in which such a loss gives it a dense gradient instead, every row counts as having a gradient, and the equations above hold. Other parameters are
+    updated as by ``torch.optim.SGD``, its weight decay included.
 
     Args:
         params: parameters, or dicts of parameter groups
@@ -40,16 +43,17 @@ class RowSGD(RowOptimizer):
         nesterov: look ahead along the buffer; needs a momentum and no dampening
         maximize: ascend
         stochastic_rounding: updates of rows of 16-bit tables, and what :meth:`flush` applies, round up or down at random, without bias, so that updates too
-            small for a 16-bit number still move it on average. The random numbers follow from step, row and element alone. Parameters with dense gradients
+            small for a 16-bit number still move it on average. The random numbers follow from step, row and element alone. Other parameters
             round to nearest
         state_dtype: dtype of the momentum buffer: ``torch.bfloat16`` or ``torch.float32``. None: float32, and float64 for float64 tables. In bfloat16 the
-            buffer is always kept with stochastic rounding: to nearest, it would stay behind the mean of gradients. Read at a parameter's first gradient;
-            parameters with dense gradients ignore it
+            buffer is always kept with stochastic rounding: to nearest, it would stay behind the mean of gradients. Read at a table's first gradient; other
+            parameters ignore it
         torch_options: options of ``torch.optim.SGD`` that choose among its implementations:
             ``foreach``, ``fused``, ``capturable``. They are accepted and ignored, since one
             operator takes the step on every device, and the count of steps is on the parameters' device. ``differentiable=True`` is refused
 
-    Shape: tables [N, D] or [N] with row-sparse gradients (sparse COO in dimension 0, of R rows); other parameters of any shape, with dense gradients.
+    Shape: tables [N, D] or [N], with row-sparse gradients (sparse COO in dimension 0, of R rows) or dense ones; other parameters of any shape,
+    with dense gradients.
 
     State of a table: ``step``, ``momentum_buffer`` [N, D] (empty without momentum), ``last_step`` int32 [N],
     and ``owed``, the steps that rows may owe (csrc/optim/owed_steps.h).

@@ -108,6 +108,8 @@ class ComplementSampler(DescribedSampler):
             if len(drawn) != 1:
                 raise ValueError(f"ComplementSampler: expected a sampler of one set, got {len(drawn)} sets")
             draws, target_count = drawn[0].ids, drawn[0].target_log_count
+            if target is not None and target_count is None:
+                raise ValueError("ComplementSampler: expected a set with target_log_count, since it is drawn for targets, got None")
             classes = inside.clamp(max=self.num_classes - 1)
             inside_count = self.sampler.log_count(queries, classes if candidates.dim() == 2 else classes[0])
         ids = torch.ops.xsoftmax.complement_sample(self._seed(queries, generator), inside, draws, queries, self.options)
