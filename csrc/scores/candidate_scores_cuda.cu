@@ -96,7 +96,7 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
   auto [rows, values, bias_values] =
       row_gradient_cuda(scores_grad, stride, factor, query, ids.pairs, ids.shared, shared_values, shared_bias, {want_weight, want_bias});
   const RowGradients gradients{grad_input, rows, values, bias_values};
-  return dense ? in_table(gradients, weight.size(0), output_mask) : gradients;
+  return dense ? over_all_rows(gradients, weight.size(0), output_mask) : gradients;
 }
 
 } // namespace

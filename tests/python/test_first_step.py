@@ -167,7 +167,7 @@ def momentum(parameters, lr=0.1):
 def few_and_many(loss):
     """A step of each form, had the first one not fixed it."""
     for queries in (3, 20, 3):
-        loss(torch.randn(queries, D), torch.randint(60, (queries,))).backward()
+        loss(torch.randn(queries, D, dtype=next(loss.parameters()).dtype), torch.randint(60, (queries,))).backward()
         yield
 
 
@@ -234,6 +234,39 @@ def test_loaded_momentum_decides_the_form():
         states.append(loss.linear.weight.detach())
         assert loss.sparse_grad is True
     torch.testing.assert_close(states[0], states[1])
+
+
+@pytest.mark.parametrize("make", [lambda p: xs.optim.RowAdam(p, lr=0.1, weight_decay=0.1), lambda p: xs.optim.RowAdagrad(p, lr=0.1),
+                                  lambda p: xs.optim.RowSGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), lambda p: torch.optim.SGD(p, lr=0.1),
+                                  lambda p: torch.optim.Adagrad(p, lr=0.1)])
+def test_gradients_of_both_forms_train_as_those_of_one(make):
+    """With sparse_grad=False rows owe nothing: where updates are lazy, candidates are then scored by other rows."""
+    tables = []
+    for sparse_grad in (None, True):
+        torch.manual_seed(0)
+        loss = xs.SampledSoftmaxLoss(D, 60, sampler="uniform", num_samples=4, shared=False, bias=True, sparse_grad=sparse_grad, dtype=torch.float64)
+        optimizer = make(list(loss.parameters()))
+        for _ in few_and_many(loss):
+            optimizer.step()
+            optimizer.zero_grad()
+        loss.settle()
+        tables.append(loss.linear.weight.detach())
+    torch.testing.assert_close(*tables)
+
+
+@pytest.mark.parametrize("make", [momentum, lambda p: xs.optim.RowAdam(p, lr=0.1)])
+def test_a_compiled_loss_changes_its_form_with_the_batch(make):
+    tables = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        loss = xs.SampledSoftmaxLoss(D, 60, sampler="uniform", num_samples=4, shared=False)
+        optimizer = make(loss.parameters())
+        for _ in few_and_many(torch.compile(loss, backend="aot_eager") if compiled else loss):
+            optimizer.step()
+            optimizer.zero_grad()
+        loss.settle()
+        tables.append(loss.linear.weight.detach())
+    torch.testing.assert_close(*tables)
 
 
 def test_a_refused_step_fixes_no_form():
