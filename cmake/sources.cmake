@@ -19,6 +19,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/row_groups.cpp
   csrc/core/row_tables.cpp
   csrc/core/scale_gradient.cpp
+  csrc/core/sorted_ids.cpp
   csrc/core/sparse_rows.cpp
   csrc/core/state_lock.cpp
   csrc/ids/id_table.cpp

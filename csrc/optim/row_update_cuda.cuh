@@ -3,6 +3,7 @@
 #include "core/cuda_rows.cuh"
 #include "core/cuda_sorted_ids.cuh"
 #include "core/dtypes.h"
+#include "core/sorted_ids.h"
 #include "optim/owed_table.h"
 #include "optim/random_rounding.h"
 #include "optim/row_arithmetic.h"
@@ -34,7 +35,7 @@
 // Bytes that a step reads and writes at least: R rows of values and, of D distinct rows, param and state, each once in and once out. That is what
 // row_update_kernel moves, and 16 bytes a row for its place, as long as a row is held in registers (kHeld): up to 4,096 columns, 2,048 of float64 or
 // of rows that do not begin on 16 bytes. The sums of chunks, of rows that stand more than 32 times, are a 32nd of their values, out and in. Gradients
-// of the losses come sorted; they are sorted again, since only the device could say that they are.
+// of the losses come sorted (core/sorted_ids.h), others are sorted first.
 
 namespace xsoftmax::cuda {
 
@@ -125,13 +126,17 @@ inline Owing owing(const at::Tensor& step, const at::Tensor& owed, double a, dou
           rounds};
 }
 
-/// A row-sparse gradient, sorted by row: the i-th of its rows stands at order[i].
+/// A row-sparse gradient, sorted by row: the i-th of its rows stands at order[i], or at i where there is no order.
 template <typename T>
 struct SortedGradient {
   const T* values;
   const int64_t *rows, *order;
   at::opmath_type<T>* chunks; ///< [count / 32, width]: the sums of chunk_sums_kernel
   int64_t count, width;
+
+#ifdef __CUDACC__
+  __device__ int64_t place(int64_t i) const { return order == nullptr ? i : order[i]; }
+#endif
 };
 
 #ifdef __CUDACC__
@@ -188,6 +193,7 @@ __device__ inline void powers(double (&result)[P], const Base& base, const Expon
 
 template <typename T>
 __device__ inline bool begins(const SortedGradient<T>& g, int64_t i) {
+  CUDA_KERNEL_ASSERT(i == 0 || g.rows[i - 1] <= g.rows[i]);
   return i == 0 || g.rows[i] != g.rows[i - 1];
 }
 
@@ -220,7 +226,7 @@ __device__ inline void sum_row(at::opmath_type<T> (&sum)[K][N], const SortedGrad
   }
   const int64_t row = g.rows[first];
   if (first + 1 == g.count || g.rows[first + 1] != row) {
-    add_row(sum, g.values + g.order[first] * g.width, g.width, d, stride);
+    add_row(sum, g.values + g.place(first) * g.width, g.width, d, stride);
     return;
   }
   for (int64_t begin = first; begin < g.count;) {
@@ -242,7 +248,7 @@ __device__ inline void sum_row(at::opmath_type<T> (&sum)[K][N], const SortedGrad
     const int64_t mine = begin + lane(), end = (chunk + 1) * kWarp;
     const bool member = mine < end && mine < g.count && g.rows[mine] == row;
     const int members = __popc(__ballot_sync(kAllLanes, member)); // the first of the lanes
-    const int64_t place = member ? g.order[mine] : 0;
+    const int64_t place = member ? g.place(mine) : 0;
 #pragma unroll 2
     for (int m = 0; m < members; ++m) {
       add_row(sum, g.values + __shfl_sync(kAllLanes, place, m) * g.width, g.width, d, stride);
@@ -264,7 +270,7 @@ __device__ inline at::opmath_type<T> sum_numbers(const SortedGradient<T>& g, int
       sum += g.chunks[i / kWarp];
       i += kWarp;
     } else {
-      sum += at::opmath_type<T>(g.values[g.order[i]]);
+      sum += at::opmath_type<T>(g.values[g.place(i)]);
       ++i;
     }
   }
@@ -278,7 +284,7 @@ __global__ void __launch_bounds__(kThreads, 2) chunk_sums_kernel(SortedGradient<
     if (!whole_chunk(g, chunk)) {
       continue;
     }
-    const int64_t place = g.order[chunk * kWarp + lane()], d = (int64_t(blockIdx.y) * kWarp + lane()) * N;
+    const int64_t place = g.place(chunk * kWarp + lane()), d = (int64_t(blockIdx.y) * kWarp + lane()) * N;
     at::opmath_type<T> sum[1][N] = {};
 #pragma unroll 4
     for (int m = 0; m < kWarp; ++m) {
@@ -468,13 +474,17 @@ struct GradientOnDevice {
   SortedGradient<T> view;
 
   GradientOnDevice(const at::Tensor& ids, const at::Tensor& gradient, int64_t num_rows) : values(gradient.contiguous()) {
-    const SortedIds sorted(ids, num_rows - 1);
-    std::tie(rows, order) = std::tie(sorted.ids, sorted.order);
+    if (are_sorted_ids(ids, num_rows)) {
+      rows = ids;
+    } else {
+      const SortedIds sorted(ids, num_rows - 1);
+      std::tie(rows, order) = std::tie(sorted.ids, sorted.order);
+    }
     const int64_t count = rows.numel(), width = values.dim() == 2 ? values.size(1) : 1;
     chunks = at::empty({count / kWarp, width}, values.options().dtype(opmath_dtype(values.scalar_type())));
     view = {values.const_data_ptr<T>(),
             rows.const_data_ptr<int64_t>(),
-            order.const_data_ptr<int64_t>(),
+            order.defined() ? order.const_data_ptr<int64_t>() : nullptr,
             chunks.mutable_data_ptr<at::opmath_type<T>>(),
             count,
             width};

@@ -1,5 +1,6 @@
 #include "core/cuda_rows.cuh"
 #include "core/cuda_sorted_ids.cuh"
+#include "core/sorted_ids.h"
 #include "scores/pairs.cuh"
 
 #include <ATen/Dispatch.h>
@@ -309,6 +310,7 @@ std::tuple<Tensor, Tensor, Tensor> row_gradient_cuda(const Tensor& grad, int64_t
   const int64_t rows = sorted.ids.numel();
   const Tensor values = at::empty({wanted[0] ? rows : 0, input.size(1)}, input.options()), bias = at::empty({wanted[1] ? rows : 0}, input.options());
   sum_runs(values, bias, runs_of(sorted, pairs, Tensor()), {grad, grad_stride, scale, input, pairs, shared_values, shared_bias});
+  note_sorted_ids(sorted.ids, pairs.num_classes);
   return {sorted.ids, values, bias};
 }
 
@@ -337,6 +339,7 @@ std::tuple<Tensor, Tensor, Tensor> compact_row_gradient_cuda(const Tensor& grad,
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
   sum_runs(values, bias, runs, {grad, grad_stride, Tensor(), input, pairs, Tensor(), Tensor()});
+  note_sorted_ids(rows, pairs.num_classes);
   return {rows, values, bias};
 }
 
