@@ -6,9 +6,9 @@ A step is the forward pass, the backward pass, the optimizer's step and the clea
 a step is host time alone. Calls are those of operators of ATen and of xsoftmax that torch.profiler counts on the CPU. The rival is
 nn.Linear + nn.CrossEntropyLoss + SGD on the same shapes, eager.
 
-Launches are counted where CUDA is: kernels, copies and fills of torch.profiler. Without a device they are those of the library's kernels on the
-emulator of tests/cuda_emulation, where XSOFTMAX_EMULATE_LIBRARY names it, and a call of each operator of ATen that computes something, which may
-launch more than one.
+Launches are counted where CUDA is, at Q 8,192 and N 1,000,000: kernels, copies and fills of torch.profiler. Without a device, at Q 64
+and N 100,000, they are the library's kernels on the emulator of tests/cuda_emulation, where XSOFTMAX_EMULATE_LIBRARY names it, and a call of each operator
+of ATen that computes something, which may launch more than one.
 """
 
 import os
@@ -130,8 +130,9 @@ def bench_launches(args) -> list[dict]:
         torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
         torch.ops.cuda_emulator.take_over()
     with torch.device(device):
-        steps = {"512 uniform, shared": sampled_step(xs.samplers.UniformSampler(100 * CLASSES, 512), queries=64),
-                 "20 log-uniform, private": sampled_step(xs.samplers.LogUniformSampler(100 * CLASSES, 20, shared=False), queries=64)}
+        queries, classes = (8192, 1_000_000) if device == "cuda" else (64, 100_000)
+        steps = {"512 uniform, shared": sampled_step(xs.samplers.UniformSampler(classes, 512), queries=queries),
+                 "20 log-uniform, private": sampled_step(xs.samplers.LogUniformSampler(classes, 20, shared=False), queries=queries)}
         return [{"figure": name, "value": count_launches(step, device)} for name, step in steps.items()]
 
 

@@ -86,6 +86,11 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         const TreeTables tables(kOp, tree);
         return beam_tree_step({input, weight, bias, target, tables, layer_sizes, outside, std::move(generator), steps, class_weight}, options);
       });
+  m.def("beam_tree_balance_(Tensor(a!) weight, Tensor(b!)? bias, Tensor[] tree, int[] layer_sizes) -> ()",
+        [](const Tensor& weight, const OptionalTensor& bias, at::TensorList tree, at::IntArrayRef layer_sizes) {
+          const at::AutoDispatchBelowADInplaceOrView guard;
+          balance_edges(weight, bias, {kOp, tree}, layer_sizes);
+        });
   m.def("beam_tree_count_step_(Tensor(a!) weight, Tensor(b!)? bias, Tensor[] tree, int[] layer_sizes, Tensor(c!)? steps, str options) -> ()",
         [](const Tensor& weight, const OptionalTensor& bias, at::TensorList tree, at::IntArrayRef layer_sizes, const OptionalTensor& steps,
            std::string_view text) { count_step(weight, bias, {kOp, tree}, layer_sizes, steps, parse_options<BeamTreeStepOptions>(kOp, text)); });

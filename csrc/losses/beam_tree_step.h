@@ -11,7 +11,7 @@ namespace xsoftmax {
 //
 // A training step of BeamTreeLoss, up to the reduced loss:
 //
-//     queries, counted = tree_queries(input, target, weight, bias, tree, ignore_index)
+//     queries, counted = tree_queries(input, target, weight, bias, tree, ignore_index, class_weight)
 //     found = beam_tree_candidates(seed, queries, weight, bias, tree, layer_sizes, options)
 //     outside = noise.sample_outside(queries, found, counted, generator)
 //     beam_tree_count_step_(weight, bias, tree, layer_sizes, steps, options)

@@ -308,20 +308,12 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
   }
 }
 
-namespace {
-
-SamplingOptions with_num_samples(SamplingOptions sampling, int64_t num_samples) {
+SamplingOptions SampledSoftmaxLoss::with_num_samples(SamplingOptions sampling, int64_t num_samples) {
   TORCH_CHECK_VALUE(!sampling.num_samples.has_value(), kName, ": expected num_samples once, got ", num_samples, " and SamplingOptions with num_samples of ",
                     *sampling.num_samples);
   sampling.num_samples = num_samples;
   return sampling;
 }
-
-} // namespace
-
-SampledSoftmaxLoss::SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const std::string& sampler, int64_t num_samples,
-                                       const SamplingOptions& sampling, const LossOptions& options)
-    : SampledSoftmaxLoss(in_features, num_classes, sampler, with_num_samples(sampling, num_samples), options) {}
 
 void SampledSoftmaxLossImpl::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
   CandidateLossImpl::to(device, dtype, non_blocking);
@@ -348,7 +340,7 @@ Tensor SampledSoftmaxLossImpl::sampled(const Tensor& input, const Tensor& target
   TORCH_CHECK_VALUE(given(negatives) || sampler->num_samples() != 0 || head.numel() > 0, kName,
                     ": expected negatives in each call of a loss without a sampler, got none");
   const StepSampler drawing{
-      samplers::part_of(sampler), head, /*reads_queries=*/true,
+      samplers::part_of(sampler), head, samplers::reads_queries(*sampler),
       [this](const Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) { sampler->prepare(weight, bias, generator); }};
   const OptionalTensor normalizer = log_z.defined() ? OptionalTensor(log_z.to(input.device())) : std::nullopt;
   return sampled_step({input, linear->weight, optional(linear->bias), target, optional(weight), normalizer, target_prob, negatives, negative_log_count,

@@ -6,6 +6,7 @@
 #include "losses/linear_candidate_loss.h"
 #include "losses/logit_transform.h"
 #include "losses/reduction.h"
+#include "losses/sampled_step.h"
 #include "losses/several_positives.h"
 #include "losses/soft_targets.h"
 #include "xsoftmax/ops.h"
@@ -25,9 +26,10 @@ using at::Tensor;
 
 constexpr const char* kOp = "sampled_softmax_loss";
 
-void check_arguments(const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& log_z,
-                     const SampledSoftmaxOptions& options) {
-  check_batch(kOp, input, target, weight, options.ignore_index);
+} // namespace
+
+void check_sampled_loss(const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& log_z,
+                        bool soft, const SampledSoftmaxOptions& options) {
   check_class_weight(kOp, class_weight, weight.sym_size(0), target);
   TORCH_CHECK_VALUE(!given(class_weight) || options.label_smoothing == 0, kOp, ": expected label_smoothing of 0 with class weights, got ",
                     options.label_smoothing, ": a sample does not estimate the weighted mean over all classes");
@@ -40,7 +42,17 @@ void check_arguments(const Tensor& input, const Tensor& weight, const Tensor& ta
   }
   reduction_code(kOp, options.reduction);
   check_logits(kOp, options);
+  if (soft) {
+    TORCH_CHECK_VALUE(options.estimator == "sampled_softmax", kOp, ": expected estimator \"sampled_softmax\" with target_prob, got \"", options.estimator,
+                      "\"");
+    TORCH_CHECK_VALUE(options.label_smoothing == 0, kOp, ": expected label_smoothing of 0 with target_prob, got ", options.label_smoothing);
+  } else if (target.dim() == input.dim() && target.sym_size(-1) > 1) {
+    check_positives(kOp, options, class_weight, options.label_smoothing);
+  }
+  check_z_loss(kOp, options.z_loss, find_estimator(kOp, options.estimator));
 }
+
+namespace {
 
 // In two steps, the scores between them: they are transformed or lowered by log Z, z_loss needs them, or the estimator has no loop over rows.
 Tensor loss_by_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Candidates& candidates,
@@ -70,11 +82,11 @@ Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const Opt
   if (given(target_prob)) {
     return sampled_soft_loss(input, weight, bias, given_target, *target_prob, sets, options, class_weight, log_z);
   }
-  check_arguments(input, weight, given_target, class_weight, log_z, options);
+  check_batch(kOp, input, given_target, weight, options.ignore_index);
+  check_sampled_loss(input, weight, given_target, class_weight, log_z, /*soft=*/false, options);
   Tensor target = given_target;
   const bool several = has_several(input, target, options.ignore_index);
   const Estimator& estimator = find_estimator(kOp, options.estimator);
-  check_z_loss(kOp, options.z_loss, estimator);
   if (estimator.traits.has_noise) {
     const auto distinct = std::count_if(sets.begin(), sets.end(), [](const CandidateSet& set) { return set.distinct; });
     TORCH_CHECK_VALUE(distinct > 0 && size_t(distinct) < sets.size(), kOp,

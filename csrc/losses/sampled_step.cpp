@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/options.h"
+#include "core/shape_checks.h"
 #include "samplers/candidate_set.h"
 #include "losses/estimators.h"
 #include "losses/reduction.h"
@@ -39,6 +40,7 @@ UnionPart given_part(const Tensor& ids, const Tensor& log_count) {
 
 Proposal propose(const SampledStep& step, const StepSampler& sampler, const SampledSoftmaxOptions& options, const Tensor& listed) {
   const bool soft = given(step.target_prob), has_head = sampler.head.defined() && sampler.head.sym_numel() != 0;
+  check_sampled_loss(step.input, step.weight, listed, step.class_weight, step.log_z, soft, options);
   auto [queries, counted] = counted_queries(step.input, listed, step.weight, options.ignore_index, soft, sampler.reads_queries);
   if (options.logit_scale != 1 && sampler.reads_queries) {
     queries = queries * options.logit_scale;
@@ -59,8 +61,7 @@ Proposal propose(const SampledStep& step, const StepSampler& sampler, const Samp
   }
   const auto& [ids, log_count] = negatives;
   const bool always_there = given(step.negatives) && !given(step.negative_log_count);
-  UnionPart part = sampler.part;
-  for (CandidateSet& set : always_there ? sample_union(request, {given_part(ids, log_count), part}) : part.sample(request)) {
+  for (CandidateSet& set : always_there ? sample_union(request, {given_part(ids, log_count), sampler.part}) : sampler.part.sample(request)) {
     sets.push_back(std::move(set));
   }
   if (given(step.negatives) && !always_there) {
@@ -110,6 +111,13 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
       "sampled_step(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor(a!)[] state, str sampler, str options, Generator? generator, "
       "bool training, bool prepare, Tensor?[] others) -> Tensor",
       sampled_step_op);
+  m.def("check_sampled_loss(Tensor input, Tensor weight, Tensor target, Tensor? class_weight, Tensor? log_z, bool soft, str options) -> ()",
+        [](const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& log_z, bool soft,
+           std::string_view options) {
+          check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
+          check::dim(kOp, "weight", weight, 2);
+          check_sampled_loss(input, weight, target, class_weight, log_z, soft, parse_options<SampledSoftmaxOptions>(kOp, options));
+        });
 }
 
 } // namespace xsoftmax

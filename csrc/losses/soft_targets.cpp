@@ -6,6 +6,7 @@
 #include "losses/linear_softmax.h"
 #include "losses/logit_transform.h"
 #include "losses/reduction.h"
+#include "losses/sampled_step.h"
 #include "losses/several_positives.h"
 
 #include <xsoftmax/ops.h>
@@ -97,17 +98,12 @@ Tensor linear_soft_loss(const Tensor& input, const Tensor& weight, const Optiona
 
 Tensor sampled_soft_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Tensor& target_prob,
                          const Proposal& sets, const SampledSoftmaxOptions& given_options, const OptionalTensor& class_weight, const OptionalTensor& log_z) {
-  TORCH_CHECK_VALUE(given_options.estimator == "sampled_softmax", kSampled, ": expected estimator \"sampled_softmax\" with target_prob, got \"",
-                    given_options.estimator, "\"");
-  TORCH_CHECK_VALUE(given_options.label_smoothing == 0, kSampled, ": expected label_smoothing of 0 with target_prob, got ", given_options.label_smoothing);
   SampledSoftmaxOptions options = given_options;
   options.positives = "sum"; // the classes listed as one, whose loss gives the normaliser
   options.z_loss = 0;        // added below
-  check_logits(kSampled, options);
-  check_z_loss(kSampled, given_options.z_loss);
   const Tensor listed = soft_targets(kSampled, input, target, target_prob, options.ignore_index);
   check_batch(kSampled, input, listed, weight, options.ignore_index, /*soft=*/true);
-  check_class_weight(kSampled, class_weight, weight.sym_size(0), target);
+  check_sampled_loss(input, weight, target, class_weight, log_z, /*soft=*/true, given_options);
   const Tensor rows = listed.unsqueeze(0).flatten(0, -2);
   if (rows.sym_size(1) == 0) { // scores of no class, which connect the loss of 0 to its arguments
     const Tensor queries = input.unsqueeze(0).flatten(0, -2);

@@ -190,11 +190,10 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         return tree_cross_entropy(input, weight, bias, target, {op, tree}, layer_sizes, class_weight, parse_options<SampledSoftmaxOptions>(op, options));
       });
   m.def(
-      "tree_queries(Tensor input, Tensor target, Tensor weight, Tensor? bias, Tensor[] tree, int ignore_index) -> "
+      "tree_queries(Tensor input, Tensor target, Tensor weight, Tensor? bias, Tensor[] tree, int ignore_index, Tensor? class_weight=None) -> "
       "(Tensor queries, Tensor counted)",
-      [](const Tensor& input, const Tensor& target, const Tensor& weight, const OptionalTensor& bias, at::TensorList tree, int64_t ignore_index) {
-        return tree_queries(input, target, weight, bias, {"tree_queries", tree}, ignore_index);
-      });
+      [](const Tensor& input, const Tensor& target, const Tensor& weight, const OptionalTensor& bias, at::TensorList tree, int64_t ignore_index,
+         const OptionalTensor& class_weight) { return tree_queries(input, target, weight, bias, {"tree_queries", tree}, ignore_index, class_weight); });
   m.def(
       "beam_tree_candidates(Tensor? seed, Tensor queries, Tensor weight, Tensor? bias, Tensor[] tree, int[] layer_sizes, "
       "str options) -> Tensor",

@@ -43,8 +43,8 @@ at::Tensor beam_tree_loss(const at::Tensor& input, const at::Tensor& weight, con
 at::Tensor tree_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target, const TreeTables& tree,
                               at::IntArrayRef layer_sizes, const OptionalTensor& class_weight, const ReductionOptions& options);
 
-// tree_queries(input, target, weight, bias, tree, ignore_index) -> (queries [Q, D], counted [Q]): what a step shows a search and samplers, without
-// gradient: zeros and -1 for a query that is ignored. All that is wrong with a batch is said here, before anything changes.
+// tree_queries(input, target, weight, bias, tree, ignore_index, class_weight) -> (queries [Q, D], counted [Q]): what a step shows a search and samplers,
+// without gradient: zeros and -1 for a query that is ignored. All that is wrong with a batch is said here, before anything changes.
 std::tuple<at::Tensor, at::Tensor> tree_queries(const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight, const OptionalTensor& bias,
                                                 const TreeTables& tree, int64_t ignore_index, const OptionalTensor& class_weight = std::nullopt);
 

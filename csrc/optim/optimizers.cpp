@@ -30,6 +30,7 @@ struct RowRule {
   std::string (*text)(const AnyOptions&);
   double (*initial)(const AnyOptions&); // of the state of a row
   Tensor (*lr)(const AnyOptions&);       // undefined: a number
+  void (*set_lr)(AnyOptions&, const Tensor&);
   void (*save)(OutputArchive&, const torch::optim::Optimizer&);
   void (*load)(InputArchive&, torch::optim::Optimizer&);
 
@@ -55,6 +56,7 @@ RowRule make_rule(const char* name, const char* op, std::vector<const char*> sta
             return 0.0;
           },
           [](const AnyOptions& options) { return static_cast<const Options&>(options).lr_tensor(); },
+          [](AnyOptions& options, const Tensor& lr) { static_cast<Options&>(options).lr_tensor(lr); },
           [](OutputArchive& archive, const torch::optim::Optimizer& optimizer) { torch::optim::serialize<RowParamState, Options>(archive, optimizer); },
           [](InputArchive& archive, torch::optim::Optimizer& optimizer) { torch::optim::serialize<RowParamState, Options>(archive, optimizer); }};
 }
@@ -387,6 +389,12 @@ void RowOptimizer::load(InputArchive& archive) {
   }
   for (const auto& [param, state] : replaced) {
     forget_debt(tensors_of(rule_, *state));
+  }
+  for (size_t i = 0; i < groups.size(); ++i) { // a captured step reads the tensor, which takes the loaded rate
+    if (const Tensor lr = rule_.lr(groups[i].options()); lr.defined()) {
+      lr.fill_(param_groups_[i].options().get_lr());
+      rule_.set_lr(param_groups_[i].options(), lr);
+    }
   }
   const auto register_debt =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::register_debt", "").typed<void(const Tensor&, at::TensorList, std::string_view)>();

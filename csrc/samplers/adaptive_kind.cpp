@@ -21,6 +21,7 @@ class AdaptiveKind : public SamplerKind {
  public:
   explicit AdaptiveKind(const char* family) : family_(family) {}
 
+  bool fits(const SamplerDescription& sampler) const override { return sampler.count >= 2 && sampler.parts.empty(); } // its family knows the rest
   bool shared(const SamplerView& sampler) const override { return options_of(sampler).shared; }
   bool distinct(const SamplerView& sampler) const override { return options_of(sampler).is_distinct(); }
   bool reads_queries(const SamplerView&) const override { return true; }

@@ -22,7 +22,7 @@ Proposal cane_sets(const DrawRequest& request, const UnionPart& candidates, cons
   const OptionalTensor counts = given(request.target) ? OptionalTensor(request.target->clamp_max(0)) : std::nullopt;
   std::vector<Tensor> ids;
   c10::List<bool> distinct;
-  for (const CandidateSet& set : candidates.sample(request.with_target(counts))) {
+  for (const CandidateSet& set : candidates.sample(request.with_target(counts, /*of_distinct=*/false))) {
     ids.push_back(set.ids);
     distinct.push_back(set.distinct);
   }
@@ -36,8 +36,7 @@ UnionPart given_candidates(const Tensor& ids) {
     const c10::SymInt rows = request.queries.sym_size(0);
     TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() == 2 && ids.sym_size(0) == rows), "CaneLoss: expected candidates of shape [C] or [", rows, ", C], got ",
                       ids.sym_sizes());
-    const auto [classes, log_count] = present_set(ids);
-    return {{ids, log_count, Tensor(), /*distinct=*/false}};
+    return {{ids, std::get<1>(present_set(ids)), Tensor(), /*distinct=*/false}};
   };
   const auto log_count = [ids](const Tensor&, const Tensor& asked) {
     const auto [classes, counts] = present_set(ids);
@@ -50,6 +49,9 @@ namespace {
 
 class CaneKind : public SamplerKind {
  public:
+  bool fits(const SamplerDescription& sampler) const override {
+    return sampler.count == 0 && sampler.parts.size() == 2 && sampler.parts[1].name == "complement";
+  }
   bool shared(const SamplerView&) const override { return false; }
   bool distinct(const SamplerView&) const override { return false; }
 
@@ -66,6 +68,7 @@ class CaneKind : public SamplerKind {
 
 class GivenKind : public SamplerKind {
  public:
+  bool fits(const SamplerDescription& sampler) const override { return sampler.count == 1 && sampler.parts.empty(); }
   bool shared(const SamplerView& sampler) const override { return part(sampler).shared; }
   bool distinct(const SamplerView& sampler) const override { return part(sampler).distinct; }
   Proposal sample(const SamplerView& sampler, const DrawRequest& request) const override { return part(sampler).sample(request); }

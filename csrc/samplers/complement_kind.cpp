@@ -62,6 +62,7 @@ namespace {
 
 class ComplementKind : public SamplerKind {
  public:
+  bool fits(const SamplerDescription& sampler) const override { return sampler.count == 0 && sampler.parts.size() <= 1; }
   bool shared(const SamplerView&) const override { return false; }
   bool distinct(const SamplerView&) const override { return false; }
 

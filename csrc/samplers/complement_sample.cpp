@@ -87,7 +87,7 @@ Tensor is_inside(const Tensor& inside, const Tensor& ids) {
 }
 
 // log(num_samples q_x) = log(count scale + fallback) of a class outside whose count in the sampler's draws is `count`.
-struct Law {
+struct OutsideDistribution {
   Tensor scale, fallback; // float64 [Q or 1, 1]; scale undefined: no sampler
 
   Tensor log_count(const OptionalTensor& of_sampler, const Tensor& ids) const {
@@ -95,7 +95,7 @@ struct Law {
   }
 };
 
-Law law_outside(const Tensor& inside, const OptionalTensor& inside_count, const Tensor& left, const ComplementOptions& options) {
+OutsideDistribution distribution_outside(const Tensor& inside, const OptionalTensor& inside_count, const Tensor& left, const ComplementOptions& options) {
   const Tensor uniform = double(options.num_samples) / left.to(at::kDouble).clamp_min_(1.0);
   if (!given(inside_count)) {
     return {{}, uniform};
@@ -103,16 +103,16 @@ Law law_outside(const Tensor& inside, const OptionalTensor& inside_count, const 
   const double draws = double(options.num_samples) * double(options.tries);
   const Tensor count = at::where(inside.lt(options.num_classes), inside_count->to(at::kDouble).exp(), 0.0);
   const Tensor mass = count.sum(1, true).div_(draws).clamp_max_(1.0);
-  Tensor first = at::ones_like(mass), power = mass; // 1 + f + ... + f^(n - 1) and f^n, from n = 1 by doubling to the number of tries
+  Tensor geometric_sum = at::ones_like(mass), power = mass; // 1 + f + ... + f^(n - 1) and f^n, from n = 1 by doubling to the number of tries
   for (int bit = int(std::bit_width(uint64_t(options.tries))) - 2; bit >= 0; --bit) {
-    first = first * (power + 1.0);
+    geometric_sum = geometric_sum * (power + 1.0);
     power = power.square();
     if (options.tries >> bit & 1) {
-      first = first * mass + 1.0;
+      geometric_sum = geometric_sum * mass + 1.0;
       power = power * mass;
     }
   }
-  return {first / double(options.tries), mass.pow(double(options.tries)) * uniform};
+  return {geometric_sum / double(options.tries), power * uniform};
 }
 
 } // namespace
@@ -174,15 +174,15 @@ std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside, const Opti
                       target->sym_sizes(), ", got ", target_count->sym_sizes());
   }
   const Tensor left = outside_counts(inside, options.num_classes), none = left.eq(0);
-  const Law law = law_outside(inside, inside_count, left, options);
+  const OutsideDistribution distribution = distribution_outside(inside, inside_count, left, options);
   Tensor of_target = at::empty({0}, ids.options().dtype(at::kFloat));
   if (given(target)) {
     const auto rows = [&](const Tensor& values) { return values.dim() == 1 ? values.unsqueeze(1) : values; };
     const Tensor classes = rows(*target), absent = is_inside(inside, classes).logical_or(classes.lt(0)).logical_or(none);
-    of_target = law.log_count(sampled ? OptionalTensor(rows(*target_count)) : std::nullopt, classes).masked_fill(absent, -kInfinity);
+    of_target = distribution.log_count(sampled ? OptionalTensor(rows(*target_count)) : std::nullopt, classes).masked_fill(absent, -kInfinity);
     of_target = of_target.to(at::kFloat).reshape_symint(target->sym_sizes());
   }
-  return {law.log_count(log_count, ids).masked_fill(none, kInfinity).to(at::kFloat), of_target};
+  return {distribution.log_count(log_count, ids).masked_fill(none, kInfinity).to(at::kFloat), of_target};
 }
 
 namespace {

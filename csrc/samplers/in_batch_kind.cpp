@@ -12,6 +12,7 @@ using at::Tensor;
 
 class InBatchKind : public SamplerKind {
  public:
+  bool fits(const SamplerDescription& sampler) const override { return sampler.count == 5 && sampler.parts.empty(); }
   bool shared(const SamplerView&) const override { return true; }
   bool distinct(const SamplerView&) const override { return false; }
 

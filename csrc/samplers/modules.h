@@ -20,6 +20,8 @@ c10::TypedOperatorHandle<Signature> find_op(const char* name) {
 
 /// A sampler of any class as a part of what draws by several.
 UnionPart part_of(const std::shared_ptr<SamplerImpl>& sampler);
+/// Whether draws depend on the query vectors, as far as is known.
+bool reads_queries(const SamplerImpl& sampler);
 
 /// One int64 from `generator`, or from the default one of queries' device, 0-dim, on that device.
 at::Tensor draw_seed(const at::Tensor& queries, const std::optional<at::Generator>& generator);

@@ -43,6 +43,15 @@ UnionPart part_of(const std::shared_ptr<SamplerImpl>& sampler) {
           [sampler](const Tensor& queries, const Tensor& ids) { return sampler->log_count(queries, ids); }};
 }
 
+bool reads_queries(const SamplerImpl& sampler) {
+  const auto* const described = dynamic_cast<const DescribedSamplerImpl*>(&sampler);
+  if (described == nullptr) {
+    return true;
+  }
+  const std::vector<Tensor> state = described->state_tensors();
+  return SamplerView("sample", described->describe(), state).reads_queries();
+}
+
 SamplerImpl::SamplerImpl(std::string name, int64_t num_classes, int64_t num_samples, bool shared, bool distinct)
     : KeepsTables(std::move(name)), num_classes_(num_classes), num_samples_(num_samples), shared_(shared), distinct_(distinct) {
   TORCH_CHECK_VALUE(num_classes >= 1, this->name(), ": expected num_classes of at least 1, got ", num_classes);

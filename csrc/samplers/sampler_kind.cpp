@@ -23,8 +23,8 @@ namespace {
 
 // Kinds register while the library is loaded, in no order of files.
 std::map<std::string, std::unique_ptr<SamplerKind>, std::less<>>& kinds() {
-  static std::map<std::string, std::unique_ptr<SamplerKind>, std::less<>> known;
-  return known;
+  static auto* const known = new std::map<std::string, std::unique_ptr<SamplerKind>, std::less<>>; // descriptions that are kept point into it
+  return *known;
 }
 
 // Reads the grammar of sampler_kind.h.
@@ -62,6 +62,8 @@ class DescriptionReader {
       check(!rest_.empty() && rest_[0] == ']');
       rest_.remove_prefix(1);
     }
+    TORCH_CHECK_VALUE(description.kind->fits(description), op_, ": expected the tensors and parts of a sampler of kind ", description.name, ", got ",
+                      description.count, " tensors and ", description.parts.size(), " parts");
     --depth_;
     return description;
   }
@@ -98,7 +100,10 @@ Described read_description(const char* op, std::string_view text) {
 
 } // namespace
 
-bool register_sampler_kind(const char* name, std::unique_ptr<SamplerKind> kind) { return kinds().emplace(name, std::move(kind)).second; }
+bool register_sampler_kind(const char* name, std::unique_ptr<SamplerKind> kind) {
+  TORCH_INTERNAL_ASSERT(kinds().emplace(name, std::move(kind)).second, "two kinds of samplers with the name ", name);
+  return true;
+}
 
 SamplerView::SamplerView(const char* op, std::string_view description, at::TensorList state) : state_(state) {
   const Described described = read_description(op, description);

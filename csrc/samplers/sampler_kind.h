@@ -22,8 +22,9 @@
 //     sampler_sample(queries, target, state!, sampler, generator, training, first_query) -> (ids, log_count, target_log_count, distinct)
 //     sampler_log_count(queries, ids, state, sampler) -> log_count
 //     sampler_step_(weight, bias, state!, sampler, generator) -> ()
+//     sampler_sample_outside(queries, candidates, target, state!, sampler, generator, training, first_query) -> (ids, log_count, target_log_count)
 //
-// are the methods sample, log_count and prepare of xsoftmax/sampler.h. sampler_sample gives an entry for each set;
+// are the methods sample, log_count, prepare and sample_outside of xsoftmax/sampler.h. sampler_sample gives an entry for each set;
 // target_log_count has size 0 where a set has none.
 
 namespace xsoftmax {
@@ -35,15 +36,17 @@ struct DrawRequest {
   std::optional<at::Generator> generator = std::nullopt;
   bool training = false;   ///< a sampler that counts the targets of a stream does so
   int64_t first_query = 0; ///< the number of the first query in the batch of which `queries` is a part
-  bool counts_in_distinct = true; ///< counts of targets are wanted of distinct sets as well
+  bool wants_distinct_target_counts = true; ///< counts of targets are wanted of distinct sets as well
 
-  /// The same draw with the counts of other classes.
-  DrawRequest with_target(const OptionalTensor& other) const { return {queries, other, generator, training, first_query}; }
+  /// The same draw with the counts of other classes, of distinct sets only where they are wanted.
+  DrawRequest with_target(const OptionalTensor& other, bool of_distinct = true) const {
+    return {queries, other, generator, training, first_query, of_distinct};
+  }
 };
 
 class SamplerKind;
 
-/// A description that has been read.
+/// A description that has been read, and fits its kind.
 struct SamplerDescription {
   const SamplerKind* kind = nullptr;
   std::string name, options;
@@ -51,7 +54,7 @@ struct SamplerDescription {
   std::vector<SamplerDescription> parts;
 };
 
-/// A described sampler and its tensors, or one of its parts.
+/// A described sampler and its tensors, or one of its parts. The list `state` must outlive it and its parts.
 class SamplerView {
  public:
   /// Reads `description` and checks that `state` holds its tensors. Errors name `op`.
@@ -81,10 +84,12 @@ class SamplerView {
 class SamplerKind {
  public:
   virtual ~SamplerKind() = default;
+  /// Whether a description has the tensors and the parts that samplers of this kind have.
+  virtual bool fits(const SamplerDescription& description) const = 0;
   /// Whether the sets are shared by the batch, and whether no class stands twice in a set.
   virtual bool shared(const SamplerView& sampler) const = 0;
   virtual bool distinct(const SamplerView& sampler) const = 0;
-  /// Whether draws depend on more of a query than that it counts: those of a part, where it is made of others.
+  /// Whether draws depend on the query vectors, not only on which targets are ignored. Default: those of a part do.
   virtual bool reads_queries(const SamplerView& sampler) const;
   virtual Proposal sample(const SamplerView& sampler, const DrawRequest& request) const = 0;
   virtual at::Tensor log_count(const SamplerView& sampler, const at::Tensor& queries, const at::Tensor& ids) const = 0;
@@ -92,7 +97,7 @@ class SamplerKind {
   virtual void step(const SamplerView& sampler, const at::Tensor& weight, const OptionalTensor& bias, const std::optional<at::Generator>& generator) const;
 };
 
-/// Makes a kind known by its name, while the library is loaded. Returns true, so that a static variable can register it.
+/// Makes a kind known by its name, while the library is loaded. Returns true, so that a static variable can register it; a name that is taken ends the program.
 bool register_sampler_kind(const char* name, std::unique_ptr<SamplerKind> kind);
 
 /// The seed of a draw, as operators that draw take it: one int64 from the request's generator; and the number of the first

@@ -23,13 +23,14 @@ StaticOptions options_of(const SamplerView& sampler) { return parse_options<Stat
 
 class StaticKind : public SamplerKind {
  public:
+  bool fits(const SamplerDescription& sampler) const override { return sampler.count == kStaticTables && sampler.parts.empty(); }
   bool shared(const SamplerView& sampler) const override { return options_of(sampler).shared; }
   bool distinct(const SamplerView& sampler) const override { return options_of(sampler).distinct; }
 
   Proposal sample(const SamplerView& sampler, const DrawRequest& request) const override {
     static const auto op = samplers::find_op<decltype(static_sample)>("xsoftmax::static_sample");
     const StaticOptions options = options_of(sampler);
-    const OptionalTensor target = options.distinct && !request.counts_in_distinct ? std::nullopt : request.target;
+    const OptionalTensor target = options.distinct && !request.wants_distinct_target_counts ? std::nullopt : request.target;
     const std::string_view text = first_options(sampler.options());
     return {set_of(op.call(seed_of(request, options.shared), request.queries, target, tables(sampler), text), target, options.distinct)};
   }
@@ -45,6 +46,7 @@ class StaticKind : public SamplerKind {
 
 class UnigramKind : public StaticKind {
  public:
+  bool fits(const SamplerDescription& sampler) const override { return sampler.count == kStaticTables + 6 && sampler.parts.empty(); }
   Proposal sample(const SamplerView& sampler, const DrawRequest& request) const override {
     if (request.training && given(request.target)) {
       static const auto follow = samplers::find_op<decltype(static_follow_)>("xsoftmax::static_follow_");

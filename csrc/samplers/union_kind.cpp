@@ -117,6 +117,7 @@ bool all(const SamplerView& sampler, Predicate predicate) {
 
 class CompoundKind : public SamplerKind {
  public:
+  bool fits(const SamplerDescription& sampler) const override { return sampler.count == 0 && !sampler.parts.empty(); }
   bool shared(const SamplerView& sampler) const override {
     return all(sampler, [](const SamplerView& part) { return part.shared(); });
   }
@@ -158,6 +159,7 @@ class DisjointKind : public CompoundKind {
 
 class HeadKind : public SamplerKind {
  public:
+  bool fits(const SamplerDescription& sampler) const override { return sampler.count == 1 && sampler.parts.empty(); }
   bool shared(const SamplerView&) const override { return true; }
   bool distinct(const SamplerView&) const override { return true; }
   Proposal sample(const SamplerView& sampler, const DrawRequest&) const override { return {head_set(sampler.tensors()[0])}; }

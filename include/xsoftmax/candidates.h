@@ -11,7 +11,8 @@ namespace xsoftmax {
 struct CandidateSet {
   at::Tensor ids;              ///< int64 [M], shared by the batch, or [Q, M], private to each query
   at::Tensor log_count;        ///< floating, the shape of ids; [Q, M] also for shared ids whose counts depend on the query. +inf: takes no part
-  at::Tensor target_log_count; ///< [Q], log expected count of the targets in this set alone, -inf: it cannot hold them; undefined: the same
+  at::Tensor target_log_count; ///< [Q] or [Q, T], log expected count of the targets in this set alone, -inf: it cannot contain them;
+                               ///< undefined: not computed, for estimators that do not need it
   bool distinct = false;       ///< no class stands twice in a set
 };
 

@@ -32,6 +32,7 @@ struct TowerOptions : EstimatorOptions {
     EstimatorOptions::visit(visitor);
     visitor("reduction", reduction);
   }
+  bool operator==(const TowerOptions&) const = default;
 };
 
 /// Of two towers, as xsoftmax.TwoTowerLoss explains them.
@@ -58,6 +59,7 @@ struct TwoTowerOptions {
     v("memory_warmup", memory_warmup);
     v("reduction", reduction);
   }
+  bool operator==(const TwoTowerOptions&) const = default;
 };
 
 /// How the losses of queries are put together, as in torch.nn.CrossEntropyLoss.
@@ -99,9 +101,10 @@ struct CrossEntropyOptions : ReductionOptions, LogitOptions {
     visitor("label_smoothing", label_smoothing);
     visitor("z_loss", z_loss);
   }
+  bool operator==(const CrossEntropyOptions&) const = default;
 };
 
-/// What several positives of a query come to, target [*, T].
+/// How the losses of several positives of a query are reduced, target [*, T].
 struct PositivesOptions {
   std::string positives = "mean"; ///< "mean" of their losses, each without the others among the candidates; "sum": the log of their summed probability
 
@@ -119,6 +122,7 @@ struct ExactPositivesOptions : CrossEntropyOptions, PositivesOptions {
     CrossEntropyOptions::visit(visitor);
     PositivesOptions::visit(visitor);
   }
+  bool operator==(const ExactPositivesOptions&) const = default;
 };
 
 /// What sampled_softmax_loss takes.

@@ -14,6 +14,7 @@
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/modules/linear.h>
 
+#include <concepts>
 #include <memory>
 #include <optional>
 #include <string>
@@ -34,7 +35,7 @@ struct LossOptions {
   double logit_scale = 1.0;         ///< above 0: logits are softcap * tanh(logit_scale * linear(input) / softcap); see LogitOptions
   double softcap = 0.0;             ///< above 0; 0: logits are logit_scale * linear(input)
   double z_loss = 0.0;              ///< adds z_loss * (log normaliser)^2 to the loss of each query, in train() of its estimate
-  std::string positives = "mean";   ///< what several positives of a query come to, target [*, T]: see PositivesOptions
+  std::string positives = "mean";   ///< how the losses of several positives are reduced, target [*, T]: see PositivesOptions
 };
 
 /// How candidates are drawn and weighed.
@@ -206,12 +207,20 @@ class SampledSoftmaxLoss : public Holder<SampledSoftmaxLossImpl> {
                      const LossOptions& options = {})
       : Holder(std::make_shared<Impl>(in_features, num_classes, sampler, sampling, options)) {}
   /// The same, with num_samples as an argument: SampledSoftmaxLoss(64, 10000, "uniform", 512).
-  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const std::string& sampler, int64_t num_samples, const SamplingOptions& sampling = {},
-                     const LossOptions& options = {});
-  SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, const LossOptions&) = delete; // expected: SamplingOptions before LossOptions
-  SampledSoftmaxLoss(int64_t, int64_t, const std::string&, const LossOptions&) = delete; // expected: SamplingOptions before LossOptions
-  SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, int64_t, ...) = delete; // expected: num_samples in the sampler's constructor
+  template <std::integral Count> // so that {} is SamplingOptions
+  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const std::string& sampler, Count num_samples, const SamplingOptions& sampling = {},
+                     const LossOptions& options = {})
+      : SampledSoftmaxLoss(in_features, num_classes, sampler, with_num_samples(sampling, int64_t(num_samples)), options) {}
+  template <std::same_as<LossOptions> Options>
+  SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, const Options&) = delete; // expected: SamplingOptions before LossOptions
+  template <std::same_as<LossOptions> Options>
+  SampledSoftmaxLoss(int64_t, int64_t, const std::string&, const Options&) = delete; // expected: SamplingOptions before LossOptions
+  template <std::integral Count>
+  SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, Count, ...) = delete; // expected: num_samples in the sampler's constructor
   explicit SampledSoftmaxLoss(...) = delete; // expected: in_features, num_classes, sampler, nullptr or name[, num_samples][, SamplingOptions[, LossOptions]]
+
+ private:
+  static SamplingOptions with_num_samples(SamplingOptions sampling, int64_t num_samples);
 };
 
 /// How CANE finds candidates and draws noise.

@@ -17,12 +17,16 @@
 ///
 /// Sparse gradients are COO in dimension 0 alone, with rows in any order; values of equal rows are summed, and a row whose sum is
 /// exactly zero is not touched. The first gradient of a parameter decides what state it keeps: for rows, or as torch::optim's for
-/// dense gradients. Parameters are float32, float64, bfloat16 or float16; state of rows is in float32 (of
-/// float64 tables in float64), or by `state_dtype` in bfloat16, which then rounds by chance: to nearest, sums would stop growing and means would stay behind.
+/// dense gradients. Parameters are float32, float64, bfloat16 or float16.
 ///
-/// In the steps in which a row has no gradient, a dense optimizer goes on moving it by its momentum and decaying it. RowSGD and RowAdam owe
-/// the row all that, each step at the rate of that step, and make it up when the row next has a gradient, in flush(), in save(), when the optimizer is
-/// destroyed, and where the library reads the table (xsoftmax::settle).
+/// - state_dtype: dtype of the state that has an element for each of the table's, read at the parameter's first gradient. None: float32, and float64 for
+///   float64 tables. bfloat16 state always uses stochastic rounding: rounded to nearest, sums would stop growing and means would lag.
+/// - stochastic_rounding: updates of 16-bit tables use stochastic rounding, seeded by step, row and element, so that every device gives the same. Dense
+///   gradients round to nearest.
+///
+/// In the steps in which a row has no gradient, a dense optimizer goes on moving it by its momentum and decaying it. RowSGD and RowAdam apply these
+/// updates later, each at the rate of its step: when the row next has a gradient, in flush(), in save(), when the optimizer is destroyed, and where the
+/// library reads the table (xsoftmax::settle).
 ///
 /// The learning rate may be a floating tensor of one element, `lr_tensor`: on the CPU, or on the parameters' device, where no step reads it
 /// on the host, nor checks it, and a step that a CUDA graph has captured follows it. set_lr (of schedulers) writes to it in place; an
@@ -45,10 +49,7 @@ struct RowSGDOptions : public torch::optim::OptimizerCloneableOptions<RowSGDOpti
   TORCH_ARG(double, weight_decay) = 0;
   TORCH_ARG(bool, nesterov) = false;
   TORCH_ARG(bool, maximize) = false;
-  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by numbers that follow from step, row and
-  /// element: the same on every device. Dense gradients' steps round to nearest.
   TORCH_ARG(bool, stochastic_rounding) = false;
-  /// Of state with an element for each of the table's: bfloat16, always with stochastic rounding, or float32. Read at a parameter's first gradient.
   TORCH_ARG(std::optional<torch::Dtype>, state_dtype) = std::nullopt;
 
  public:
@@ -76,10 +77,7 @@ struct RowAdagradOptions : public torch::optim::OptimizerCloneableOptions<RowAda
   TORCH_ARG(bool, maximize) = false;
   /// One accumulator a row, the mean of squares: [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient.
   TORCH_ARG(bool, row_wise) = false;
-  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by numbers that follow from step, row and
-  /// element: the same on every device. Dense gradients' steps round to nearest.
   TORCH_ARG(bool, stochastic_rounding) = false;
-  /// Of state with an element for each of the table's: bfloat16, always with stochastic rounding, or float32. Read at a parameter's first gradient.
   TORCH_ARG(std::optional<torch::Dtype>, state_dtype) = std::nullopt;
 
  public:
@@ -108,10 +106,7 @@ struct RowAdamOptions : public torch::optim::OptimizerCloneableOptions<RowAdamOp
   TORCH_ARG(bool, maximize) = false;
   /// One second moment a row, of the mean of squares (partial row-wise Adam): [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient.
   TORCH_ARG(bool, row_wise) = false;
-  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by numbers that follow from step, row and
-  /// element: the same on every device. Dense gradients' steps round to nearest.
   TORCH_ARG(bool, stochastic_rounding) = false;
-  /// Of state with an element for each of the table's: bfloat16, always with stochastic rounding, or float32. Read at a parameter's first gradient.
   TORCH_ARG(std::optional<torch::Dtype>, state_dtype) = std::nullopt;
 
  public:

@@ -1,6 +1,6 @@
 #pragma once
 
-// What every sampler is: a module that proposes classes and says how often it would. A sampler of your own derives from SamplerImpl.
+// The base class of samplers: a module that proposes classes and gives the expected count of each. A sampler of your own derives from SamplerImpl.
 
 #include <xsoftmax/candidates.h>
 #include <xsoftmax/holder.h>
@@ -54,10 +54,11 @@ class SamplerImpl : public KeepsTables {
   /// Draws from another number of classes from now on: those that are gone are never drawn, new ones as the sampler says. rows [A, D] and bias
   /// [num_classes]: of a class table, the rows of the A new classes and all biases, for what follows the table. An error changes nothing.
   void resize(int64_t num_classes, const torch::Tensor& rows = {}, const std::optional<torch::Tensor>& bias = std::nullopt);
-  /// What does that in the time that the new classes take, of which alone it is given the biases [A]; empty where only plan_resize does. Of a sampler that does
-  /// not follow the table: plan_resize.
+  /// Returns a function that grows the sampler in O(A), for A new classes; bias [A] covers these alone. Empty: use plan_resize. Default: plan_resize, for a
+  /// sampler that does not follow the table.
   virtual std::function<void()> plan_growth(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias);
-  /// What does that, after all checks; it cannot fail. One of your own that knows how defines it, and calls set_num_classes. Throws where a sampler does not.
+  /// Checks everything, then returns a function that resizes and cannot fail. Override it in samplers of your own that support resizing, and call
+  /// set_num_classes. Default: throws.
   virtual std::function<void()> plan_resize(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias);
   /// A sampler like this one that does not draw the classes `ids` either; null where it cannot leave classes out: their counts then add up.
   virtual std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const;

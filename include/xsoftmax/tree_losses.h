@@ -19,6 +19,7 @@ struct HierarchicalSoftmaxOptions : ReductionOptions {
     ReductionOptions::visit(visitor);
     visitor("sparse_grad", sparse_grad);
   }
+  bool operator==(const HierarchicalSoftmaxOptions&) const = default;
 };
 
 /// What beam_tree_candidates takes.
@@ -33,6 +34,7 @@ struct BeamOptions {
     visitor("beam", beam);
     visitor("routed", routed);
   }
+  bool operator==(const BeamOptions&) const = default;
 };
 
 /// What a training step of BeamTreeLoss takes: options of the loss and of the search, and when edges are balanced.
@@ -47,6 +49,7 @@ struct BeamTreeStepOptions : SampledSoftmaxOptions, BeamOptions {
     visitor("balance_every", balance_every);
     visitor("balances_16_bits", balances_16_bits);
   }
+  bool operator==(const BeamTreeStepOptions&) const = default;
 };
 
 namespace nn {

@@ -113,6 +113,12 @@ def check_reduction(owner: str, reduction: str) -> str:
     return reduction
 
 
+def refuse_assignment(owner: str, name: str) -> None:
+    """Raises for an option that other parts of a loss were made with."""
+    raise AttributeError(f"{owner}: expected {name} as an argument of the constructor, got an assignment: other parts of the loss were made with it, so make "
+                         "another loss")
+
+
 def different_ids(owner: str, argument: str, ids: Union[int, Numbers], num_classes: int, device: Device) -> Tensor:
     """Returns a set of classes, sorted int64 [H]: those below a number, or those of a 1-D int64 tensor, an array or a list."""
     if isinstance(ids, (list, tuple, range, np.ndarray)):

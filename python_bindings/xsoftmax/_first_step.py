@@ -21,6 +21,11 @@ def watch(module: Module) -> None:
     _hooks.before_steps(_before_step)
 
 
+def watch_functions() -> None:
+    """Has optimizers checked at their first step where there is no module: the tables are those that operators have been given."""
+    _hooks.before_steps(_before_step)
+
+
 def register_row_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Registers a row optimizer, so that its tables count as trained."""
     global _owned
@@ -52,9 +57,15 @@ def _takes_rows(optimizer: torch.optim.Optimizer, group: Dict[str, Any]) -> bool
     return isinstance(optimizer, (torch.optim.SparseAdam, torch.optim.LBFGS)) or row_optimizer(type(optimizer)) is None  # None: not ours to judge
 
 
+def _is_known(optimizer: torch.optim.Optimizer, groups: _hooks.Groups) -> bool:
+    """Whether these are its groups: a load of state makes new ones, and add_param_group adds one."""
+    known = groups.get(optimizer)
+    return known is not None and known[0] is optimizer.param_groups and known[1] == len(known[0])
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """torch's hook: what it returns takes the place of the step's arguments."""
-    if torch.compiler.is_compiling() or _hooks.seen_groups.get(optimizer) is optimizer.param_groups:
+    if torch.compiler.is_compiling() or _is_known(optimizer, _hooks.seen_groups):
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
@@ -63,7 +74,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
     def looked_at() -> Any:  # gradients are those of the closure
         value = closure()
-        if _hooks.seen_groups.get(optimizer) is not optimizer.param_groups:
+        if not _is_known(optimizer, _hooks.seen_groups):
             _look(optimizer)
         return value
 
@@ -73,20 +84,23 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 def _look(optimizer: torch.optim.Optimizer) -> None:
     global _owned
     tables = row_sparse_tables()
-    if _hooks.watched_groups.get(optimizer) is not optimizer.param_groups:
+    if not _is_known(optimizer, _hooks.watched_groups):
         stepped = [(group, param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         if not stepped or all(group["lr"] == 0 for group, _ in stepped):
             # torch.distributed.checkpoint makes state by such a step, from gradients of zeros; a learning rate that begins at 0 has others.
             if any(id(param) in tables and (param.grad.layout != torch.strided or param.grad.any()) for _, param in stepped):
+                _follow_state(optimizer, stepped)
+                _check_gradients(optimizer, stepped, tables)
                 _fix_forms(optimizer)
             return
         _refuse_row_state(optimizer)
+        _follow_state(optimizer, stepped)
         _check_gradients(optimizer, stepped, tables)
         _fix_forms(optimizer)
-        _hooks.watched_groups[optimizer] = optimizer.param_groups
+        _hooks.watched_groups[optimizer] = optimizer.param_groups, len(optimizer.param_groups)
         _owned = None
     if not _leaves_out(optimizer, tables):
-        _hooks.seen_groups[optimizer] = optimizer.param_groups
+        _hooks.seen_groups[optimizer] = optimizer.param_groups, len(optimizer.param_groups)
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer, stepped: List[Tuple[Dict[str, Any], Any]],
@@ -103,10 +117,12 @@ def _check_gradients(optimizer: torch.optim.Optimizer, stepped: List[Tuple[Dict[
             if state and hasattr(optimizer, "flush") and state["step"].dtype != torch.int64:  # an optimizer of ours counts row steps in int64
                 warnings.warn(f"{name}: the state of a parameter of shape {list(param.shape)} is that of dense gradients, as torch.optim keeps it, so each "
                               "step costs all of its rows. Begin with fresh state of this optimizer to step only the rows that have a gradient", stacklevel=5)
-        elif id(param) in tables and not hasattr(param.grad, "full_tensor"):
+        elif (id(param) in tables or torch.ops.xsoftmax.is_row_table(param)) and not hasattr(param.grad, "full_tensor"):
             if isinstance(optimizer, torch.optim.SparseAdam):
                 raise RuntimeError(f"{name}: expected row-sparse gradients, got a dense one of a parameter of shape {list(param.shape)}: make the loss with "
                                    "sparse_grad=True (an nn.Embedding with sparse=True), or use xs.optim.RowAdam, which takes both")
+            if id(param) not in tables:
+                continue
             if tables[id(param)].sparse_grad or (torch.ops.xsoftmax.has_row_gradient(param) and _has_few_rows(param.grad)):
                 dense = dense or (param, tables[id(param)])
     if row_optimizer(type(optimizer)) is None and hasattr(optimizer, "flush"):
@@ -122,29 +138,44 @@ def _fix_forms(optimizer: torch.optim.Optimizer) -> None:
     """Fixes the form of gradients for all tables of an optimizer that takes one form: where sparse_grad is None, batches of another size would change it.
 
     Eager and scripted losses find the form beside the table. A compiled graph does not: sparse_grad
-    of its module is set as well, at which the graph is made again.
+    of its module is set as well, at which the graph is made again. An optimizer that takes both
+    forms, as ours do, takes back what an earlier one has fixed.
     """
-    if row_optimizer(type(optimizer)) is None:
-        return
+    takes_both = row_optimizer(type(optimizer)) is None
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    known: Dict[int, Optional[bool]] = {}
+    of_modules: Set[int] = set()
     for module in list(_hooks.table_modules):
-        tables = [table for table in module._tables() if table is not None and id(table) in group_of]
-        if not tables or not module._row_gradients():
+        tables = [table for table in module._tables() if table is not None]
+        ours = [(group_of[id(table)], table) for table in tables if id(table) in group_of]
+        of_modules.update(map(id, tables))
+        if not ours or (takes_both and len(ours) < len(tables)):
             continue
-        form = _form_taken(optimizer, [(group_of[id(table)], table) for table in tables])
+        if _hooks.fixed_forms.pop(module, module) is module.sparse_grad:
+            module.sparse_grad = None
+        if not module._row_gradients():
+            continue
+        form = None if takes_both else _form_taken(optimizer, ours)
         if form is not None and module.sparse_grad is None:
-            module.sparse_grad = form
-        known.update((id(table), form) for table in tables)
+            module.sparse_grad = _hooks.fixed_forms[module] = form
+        for table in tables:
+            torch.ops.xsoftmax.fix_row_gradient(table, form)
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if id(param) not in known and not torch.ops.xsoftmax.is_row_table(param):
-                continue
-            form = known[id(param)] if id(param) in known else _form_taken(optimizer, [(group, param)])
-            torch.ops.xsoftmax.fix_row_gradient(param, form)
-            loaded = optimizer.state.get(param, {}).get("momentum_buffer")
-            if loaded is not None and loaded.layout != torch.strided and param.grad is not None and param.grad.layout == torch.strided:
-                param.grad = param.grad.to_sparse(1)  # torch adds no dense gradient to row-sparse momentum
+            if id(param) not in of_modules and torch.ops.xsoftmax.is_row_table(param):
+                torch.ops.xsoftmax.fix_row_gradient(param, None if takes_both else _form_taken(optimizer, [(group, param)]))
+
+
+def _follow_state(optimizer: torch.optim.Optimizer, stepped: List[Tuple[Dict[str, Any], Any]]) -> None:
+    """Gives the first gradients after a load of state the form that those before it had, where the optimizer takes no other and the loss chose the form."""
+    if row_optimizer(type(optimizer)) is None:
+        return
+    asked = {id(table) for module in list(_hooks.table_modules) if module.sparse_grad is not None for table in module._tables() if table is not None}
+    for group, param in stepped:
+        state = optimizer.state.get(param)  # Adagrad has one before its first step
+        if state and float(state.get("step", 1)) > 0 and id(param) not in asked and torch.ops.xsoftmax.is_row_table(param) and type(param.grad) is torch.Tensor:
+            form, is_sparse = _form_taken(optimizer, [(group, param)]), param.grad.layout != torch.strided
+            if form is not None and form != is_sparse:
+                param.grad = param.grad.to_sparse(1) if form else param.grad.to_dense()
 
 
 def _form_taken(optimizer: torch.optim.Optimizer, tables: List[Tuple[Dict[str, Any], Any]]) -> Optional[bool]:

@@ -36,7 +36,7 @@ a look at an empty list.
 import atexit
 import contextlib
 import weakref
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, MutableMapping, Tuple
 
 import torch
 from torch.optim.optimizer import (register_optimizer_step_post_hook,
@@ -49,12 +49,14 @@ StepHook = Callable[[Optimizer, Any, Any], Any]
 # Of `_first_step`.
 table_modules: "weakref.WeakSet[Any]" = weakref.WeakSet()
 row_optimizers: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()  # and others that a search found
+Groups = MutableMapping[Optimizer, Tuple[List[Any], int]]  # the list param_groups, and its length
 # The groups of optimizers whose first step is behind them, which costs a look-up a step. A load of
 # state makes new groups, so the next step counts as the first.
-seen_groups: "weakref.WeakKeyDictionary[Optimizer, List[Any]]" = weakref.WeakKeyDictionary()
+seen_groups: Groups = weakref.WeakKeyDictionary()
 # The groups of optimizers whose gradients were checked: those above, and optimizers that step while
 # a table has a gradient and no optimizer has the table.
-watched_groups: "weakref.WeakKeyDictionary[Optimizer, List[Any]]" = weakref.WeakKeyDictionary()
+watched_groups: Groups = weakref.WeakKeyDictionary()
+fixed_forms: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()  # modules -> the sparse_grad that an optimizer has set
 warned_modules: "weakref.WeakSet[Any]" = weakref.WeakSet()
 unowned_tables = WeakTensorKeyDictionary()  # table -> how many steps went without it
 

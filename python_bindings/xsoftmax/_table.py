@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from . import _first_step
-from ._checks import check_bool, check_count, check_reduction, check_tensor, class_weights
+from ._checks import check_bool, check_count, check_reduction, check_tensor, class_weights, refuse_assignment
 from ._memory import advise_huge_pages
 from ._options import option_text
 from ._placement import LOCAL, table_of
@@ -27,6 +27,7 @@ class TableModule(Module):
 
     # Attributes that are part of the text of options, which follows them; prefixes of names that a state dict may lack, or have too many of.
     _option_names: Tuple[str, ...] = ("reduction", "ignore_index", "sparse_grad")
+    _fixed_options: Tuple[str, ...] = ()  # arguments of the constructor that cannot be assigned later
     _optional_state: Tuple[str, ...] = ()
     _class_table = LOCAL
 
@@ -74,10 +75,16 @@ class TableModule(Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not self._is_option(name):
+            if name in self._fixed_options and "_options" in self.__dict__:
+                refuse_assignment(self._name, name)
             super().__setattr__(name, value)
             return
         super().__setattr__(name, self._check_option(name, value))
         self._update_texts(name)
+        if name == "sparse_grad" and "_options" in self.__dict__:
+            for table in self._tables():
+                if table is not None:
+                    torch.ops.xsoftmax.fix_row_gradient(table, None)  # what an optimizer has fixed gives way
 
     def _tables(self) -> List[Optional[Tensor]]:
         raise NotImplementedError(f"{self._name} does not define _tables")
@@ -102,11 +109,11 @@ class TableModule(Module):
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self.settle()  # what is owed is known by the memory of the table
+        self.settle()  # pending updates are found by the memory of the table, which changes here
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> Dict[str, Any]:
-        # A copy is another table, which owes nothing and is not replicated: by copy.deepcopy, torch.save or pickle.
+        # A copy is another table, without pending updates, and is not replicated: by copy.deepcopy, torch.save or pickle.
         self.settle()
         state = dict(self.__dict__)
         if not table_of(self).is_split:
@@ -130,7 +137,7 @@ class TableModule(Module):
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
                               unexpected_keys: List[str], error_msgs: List[str]) -> None:
-        self.settle()  # steps that are owed to the old table must not move the new one
+        self.settle()  # updates that are pending for the old table must not be applied to the new one
         for table in self._tables():
             if table is not None:
                 torch.ops.xsoftmax.mapped_table_changes(table)

@@ -1,6 +1,6 @@
 """CANE: candidates against noises, over a plain class table."""
 
-from typing import Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -14,6 +14,11 @@ from .samplers import CandidateSet, Sampler, StreamingCounts
 from .samplers.complement import noise_outside
 
 NOISE_REDUCTIONS = {"mean_of_logs": "cane", "log_of_mean": "cane_log_of_mean"}
+
+
+def check_cane_estimator(owner: str, name: str) -> None:
+    if name not in NOISE_REDUCTIONS.values():
+        raise ValueError(f"{owner}: expected estimator to be one of {[*NOISE_REDUCTIONS.values()]}, got {name!r}")
 
 
 def estimator_of(owner: str, noise_reduction: str) -> str:
@@ -88,6 +93,8 @@ class CaneLoss(CandidateLoss):
         RuntimeError: as :class:`SampledSoftmaxLoss`.
     """
 
+    _fixed_options = ("num_noises", "noise_reduction")
+
     def __init__(self, in_features: int, num_classes: int, *, candidates: Union[int, Numbers, Sampler, None] = None, num_noises: int = 1,
                  noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", bias: bool = False,
                  weight: Optional[Numbers] = None, reduction: str = "mean", ignore_index: int = -100, positives: str = "mean", logit_scale: float = 1.0,
@@ -129,6 +136,11 @@ class CaneLoss(CandidateLoss):
         if self.candidate_sampler is not None:
             self.candidate_sampler._claim(name)
         self.register_buffer("candidates", ids, persistent=False)
+
+    def _check_option(self, name: str, value: Any) -> Any:
+        if name == "estimator":
+            check_cane_estimator(self._name, value)
+        return super()._check_option(name, value)
 
     def _samplers(self) -> List[Sampler]:
         return [self.noise] + ([] if self.candidate_sampler is None else [self.candidate_sampler])

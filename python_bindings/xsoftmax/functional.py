@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_reduction, check_tensor
+from ._first_step import watch_functions
 from ._options import logit_options, option_text
 from ._public import public_names
 from ._table import flat_queries
@@ -169,6 +170,9 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
     """
     _check_tensors("sampled_softmax_loss", dict(input=input, weight=weight, target=target), bias=bias,
                    class_weight=class_weight, log_z=log_z, target_prob=target_prob)
+    if "reduction" in options:
+        check_reduction("sampled_softmax_loss", options["reduction"])  # type: ignore[arg-type]
+    watch_functions()
     text = option_text(**options, **_logit_options("sampled_softmax_loss", logit_scale, softcap))
     return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, text, target_prob)
 
@@ -204,6 +208,6 @@ def tower_loss(query: Tensor, item: Tensor, item_id: Tensor, candidates: List[Tu
         TypeError: `item_id` or ids not int64; vectors or `weight` of no floating dtype; tensors on different devices.
     """
     _check_tensors("tower_loss", dict(query=query, item=item, item_id=item_id), weight=weight)
-    options = option_text(estimator=estimator, remove_accidental_hits=remove_accidental_hits, reduction=reduction)
+    options = option_text(estimator=estimator, remove_accidental_hits=remove_accidental_hits, reduction=check_reduction("tower_loss", reduction))
     vectors, sets = [part for part, _ in candidates], [one for _, one in candidates]
     return torch.ops.xsoftmax.tower_loss(query, item, item_id, vectors, *columns_of(sets), weight, options)

@@ -286,14 +286,16 @@ class GraphedStep:
         of_leaves = tuple(
             (leaf.shape, leaf.dtype, leaf.device)
             if isinstance(leaf, Tensor)
-            else (id(leaf) if isinstance(leaf, torch.Generator) else leaf)
+            else (type(leaf), id(leaf) if isinstance(leaf, torch.Generator) else leaf)
             for leaf in leaves
         )
         modes = tuple(
-            part.training for part in (self._loss, self._encoder) if isinstance(part, nn.Module)
+            (module.training, *(getattr(module, name, None) for name in ("_options", "_step_options")))
+            for module in self._modules
         )
+        trained = tuple(param.requires_grad for param in self._parameters())
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        key = form, of_leaves, modes, autocast
+        key = form, of_leaves, modes, trained, autocast
         try:
             hash(key)
         except TypeError:
@@ -361,6 +363,8 @@ class GraphedStep:
         for optimizer in self._optimizers:
             ours = isinstance(optimizer, RowOptimizer)
             for group in optimizer.param_groups:
+                if not group["params"]:
+                    continue
                 device = group["params"][0].device
                 if isinstance(group["lr"], Tensor) and group["lr"].device != device:
                     raise ValueError(
@@ -455,6 +459,16 @@ def make_graphed_step(
             is no scalar.
         RuntimeError: a step that cannot be captured, such as one that reads a value on the host.
     """
+    for name, part in (("loss", loss), ("encoder", encoder)):
+        if not callable(part) and (name == "loss" or part is not None):
+            raise TypeError(f"{_NAME}: expected {name} as a module or a function, got {type(part).__name__}")
+    if not isinstance(optimizer, (torch.optim.Optimizer, list, tuple)):
+        raise TypeError(
+            f"{_NAME}: expected optimizer as an optimizer or a sequence of them, "
+            f"got {type(optimizer).__name__}"
+        )
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"{_NAME}: expected max_norm above 0 or None, got {max_norm}")
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     wrong = next((each for each in optimizers if not isinstance(each, torch.optim.Optimizer)), None)
     if wrong is not None or not optimizers:

@@ -142,7 +142,7 @@ class HierarchicalMatcher(TableModule):
         layer = int(self.layer)
         if layer == self.tree.depth:
             return False
-        self.settle()  # what a parent owes is not for its children to pay
+        self.settle()  # applies pending updates, which children must not copy
         for table in self.edges.parameters():
             torch.ops.xsoftmax.matcher_next_layer_(table, self.tree.parent, self.tree.layer_sizes, layer)
         self.layer += 1
@@ -174,7 +174,7 @@ class HierarchicalMatcher(TableModule):
         """
         self._queries(input, None)
         target = self._given(input, target)
-        self.settle()  # the beam looks at the layers above; what rows owe is not for new ones to pay
+        self.settle()  # applies pending updates: the beam reads the layers above
         torch.ops.xsoftmax.matcher_init_layer_(
             list(self.edges.parameters()), input, target, self.tree.tables(), self.tree.layer_sizes,
             int(self.layer), self._options)

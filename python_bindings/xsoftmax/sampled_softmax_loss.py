@@ -89,7 +89,8 @@ class SampledSoftmaxLoss(CandidateLoss):
         sparse_grad: True: the gradient of the table is sparse COO with a static number of rows R, one for each target, each private candidate and each shared
             one, for xsoftmax.optim and for torch.optim.SGD, Adagrad and SparseAdam. False: it is dense. None: what costs less, sparse where R is at most N.
             Optimizers of xsoftmax.optim take both, and so do torch.optim.SGD without momentum and Adagrad. The first step of another one of torch.optim
-            makes None the form that the gradient then has: it takes one alone, SparseAdam the sparse one, and most others the dense one.
+            sets None to the form that it takes: SparseAdam to True, most others to False. None assigned again, or the first step of an optimizer that takes
+            both, undoes that.
         device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
 
     Shapes and dtypes are those of :class:`LinearCrossEntropyLoss`: input [*, D], target int64 [*]
@@ -266,6 +267,7 @@ class SampledSoftmaxLoss(CandidateLoss):
         listed = target if target_prob is None else self._listed_for_sampling(input, target, target_prob)
         queries, counted = self._counted(input, listed, target_prob is not None)
         given = self._given_set(input, negatives, negative_log_count)  # before the sampler changes
+        self._check_loss(input, listed, target_prob is not None)
         if prepares:
             self.sampler.prepare(self.linear.weight, self.linear.bias, generator)
         if given is None:
@@ -290,7 +292,7 @@ class SampledSoftmaxLoss(CandidateLoss):
     def _step(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], negatives: Optional[Tensor],
               negative_log_count: Optional[Tensor], prepares: bool, target_prob: Optional[Tensor], description: str) -> Tensor:
         if target_prob is not None:
-            self._listed_for_sampling(input, target, target_prob)
+            self._check_soft(input, target, target_prob)
         if negatives is None and (negative_log_count is not None or self.sampler.num_samples == 0):
             self._given_set(input, negatives, negative_log_count)  # which says what is wrong
         if not torch.jit.is_scripting():
@@ -303,6 +305,12 @@ class SampledSoftmaxLoss(CandidateLoss):
         if self.weight is not None or log_z is not None or target_prob is not None or negatives is not None:
             others = [self.weight, log_z, target_prob, negatives, negative_log_count]
         return self._one_step(input, target, state, description, generator, self.sampler.training, prepares, others)
+
+    def _check_loss(self, input: Tensor, target: Tensor, soft: bool) -> None:
+        if not torch.jit.is_scripting():
+            if is_registered(self.estimator):  # which checks by itself
+                return
+        torch.ops.xsoftmax.check_sampled_loss(input, self.linear.weight, target, self.weight, self._log_z(input), soft, self._options)
 
     @torch.jit.unused
     def _check_negatives(self, negatives: Optional[Tensor], log_count: Optional[Tensor]) -> None:

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ._checks import check_count, check_generator
+from ._checks import check_bool, check_count, check_generator
 from ._memory import device_of_values
 from ._options import option_text
 from ._table import TableModule, make_linear
 from ._typing import Numbers
-from .cane import estimator_of
+from .cane import check_cane_estimator, estimator_of
 from .label_tree import LabelTree
 from .samplers import Sampler
 from .samplers.complement import noise_outside
@@ -99,6 +99,8 @@ class BeamTreeLoss(TreeLoss):
 
     _option_names = ("estimator", "reduction", "ignore_index", "sparse_grad")
 
+    _fixed_options = ("num_candidates", "num_noises", "beam", "routed", "noise_reduction")
+
     def __init__(self, in_features: int, tree: LabelTree, *, num_candidates: int, num_noises: int, beam: Optional[int] = None,
                  noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", routed: bool = False,
                  balance_every: Optional[int] = None, bias: bool = False, weight: Optional[Numbers] = None, reduction: str = "mean",
@@ -124,7 +126,7 @@ class BeamTreeLoss(TreeLoss):
             self._balances_16_bits = False
         self.balance_every = check_count(name, "balance_every", balance_every, 0)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device="cpu"))
-        self.routed = routed
+        self.routed = check_bool(name, "routed", routed)
         if routed and not (tree.depth == 2 and bool((tree.parent[tree.class_node] > 0).all())):
             raise ValueError(f"{name}: expected a tree of one layer of subsets for routed=True, as "
                              f"LabelTree.from_frequencies makes it, got {tree}")
@@ -139,6 +141,8 @@ class BeamTreeLoss(TreeLoss):
         return name == "balance_every" or super()._is_option(name)
 
     def _check_option(self, name: str, value: Any) -> Any:
+        if name == "estimator":
+            check_cane_estimator(self._name, value)
         return check_count(self._name, name, value, 0) if name == "balance_every" else super()._check_option(name, value)
 
     def _update_texts(self, name: str) -> None:
@@ -182,7 +186,7 @@ class BeamTreeLoss(TreeLoss):
         if noise_text != "":
             return torch.ops.xsoftmax.beam_tree_step(input, weight, bias, target, tree, layer_sizes, self.noise.state_tensors(), noise_text, options, generator,
                                                      steps, self.weight)
-        queries, counted = torch.ops.xsoftmax.tree_queries(input, target, weight, bias, tree, self.ignore_index)
+        queries, counted = torch.ops.xsoftmax.tree_queries(input, target, weight, bias, tree, self.ignore_index, self.weight)
         found = self._candidates(queries, generator)
         noise = self.noise.sample_outside(queries, found, counted, generator)
         ids, log_count = torch.ops.xsoftmax.present_set(found)
@@ -263,11 +267,7 @@ class BeamTreeLoss(TreeLoss):
         best classes. The cost is O(E D). The averages of an optimizer stay as they are. A loss that waits for its backward pass keeps its gradient, which
         depends on sums along whole paths alone.
         """
-        self.settle()  # a mean of rows that owe different steps would not decay as they do
-        weight, bias = self.edges.weight.data, self.edges.bias  # .data: unseen by autograd, see above
-        torch.ops.xsoftmax.tree_balance_(weight, self.tree.first_child, self.tree.layer_sizes)
-        if bias is not None:
-            torch.ops.xsoftmax.tree_balance_(bias.data, self.tree.first_child, self.tree.layer_sizes)
+        torch.ops.xsoftmax.beam_tree_balance_(self.edges.weight, self.edges.bias, self.tree.tables(), self.tree.layer_sizes)
 
     @torch.jit.export
     def class_table(self) -> tuple[Tensor, Optional[Tensor]]:

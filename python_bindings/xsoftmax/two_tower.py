@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ._checks import check_bool, check_count, check_tensor
+from ._checks import check_bool, check_count, check_reduction, check_tensor, refuse_assignment
 from ._memory import device_of_values, fill_empty, moved_table
-from ._options import option_text
+from ._options import option_text, read_options
 from ._placement import LOCAL
 from ._typing import Module
 from .samplers import StreamingCounts
@@ -98,7 +98,7 @@ class TwoTowerLoss(Module):
             remove_accidental_hits=check_bool(name, "remove_accidental_hits", remove_accidental_hits), memory=check_count(name, "memory", memory, 0),
             dim=None if dim is None else check_count(name, "dim", dim, 1), memory_warmup=check_count(name, "memory_warmup", memory_warmup, 0),
             reduction=reduction)
-        self.reduction = reduction
+        self.reduction = check_reduction(name, reduction)
         value, *memories = torch.ops.xsoftmax.two_tower_state(name, self._options, counts.num_ids if isinstance(counts, StreamingCounts) else None)
         device = device_of_values(device)
         if isinstance(temperature, nn.Parameter):
@@ -111,6 +111,14 @@ class TwoTowerLoss(Module):
         for buffer, table in zip(("memory", "memory_id", "memory_state"), memories):
             self.register_buffer(buffer, table.to(device))
         self._shared = False  # whether candidates are those of several ranks, which TorchScript refuses
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        made = "_shared" in self.__dict__
+        if made and name in ("num_items", "estimator", "similarity", "remove_accidental_hits", "dim", "memory_warmup"):
+            refuse_assignment(self._name, name)
+        if made and name == "reduction":
+            self._options = option_text(**{**read_options(self._options), "reduction": check_reduction(self._name, value)})
+        super().__setattr__(name, value)
 
     def forward(self, query: Tensor, item: Tensor, item_id: Tensor, negatives: Optional[Tuple[Tensor, Tensor]] = None,
                 weight: Optional[Tensor] = None) -> Tensor:

@@ -91,6 +91,12 @@ TEST(Holders, LossesTakeEverySampler) {
   }
 }
 
+TEST(Holders, EmptyBracesAreOptions) {
+  EXPECT_EQ(SampledSoftmaxLoss(kWidth, kClasses, UniformSampler(kClasses, 3), {})->sampler->num_samples(), 3);
+  EXPECT_EQ(SampledSoftmaxLoss(kWidth, kClasses, "uniform", 3, {})->sampler->num_samples(), 3);
+  EXPECT_THROW(SampledSoftmaxLoss(kWidth, kClasses, "uniform", {}), c10::ValueError); // no number of draws
+}
+
 TEST(Holders, ALossWithoutASamplerTakesNullptr) {
   const Tensor input = torch::randn({3, kWidth}), target = torch::arange(3);
   SampledSoftmaxLoss none(kWidth, kClasses, nullptr), head(kWidth, kClasses, nullptr, {.head = torch::arange(4)}), empty(kWidth, kClasses, Sampler());

@@ -317,6 +317,14 @@ TEST(Optimizers, ALearningRateThatIsATensorStepsAsItsNumber) {
   optim::RowAdam resumed({parameter(table)}, optim::RowAdamOptions(0.5));
   torch::load(resumed, saved);
   EXPECT_EQ(resumed.param_groups()[0].options().get_lr(), 0.01);
+  std::stringstream again;
+  torch::save(of_tensor, again);
+  const Tensor held = torch::tensor(0.5, torch::kFloat64); // as a captured step reads it
+  optim::RowAdam resumed_on_device({parameter(table)}, optim::RowAdamOptions(0.5).lr_tensor(held));
+  torch::load(resumed_on_device, again);
+  EXPECT_EQ(held.item<double>(), 0.01);
+  resumed_on_device.param_groups()[0].options().set_lr(0.02);
+  EXPECT_EQ(held.item<double>(), 0.02);
 }
 
 // Torch's fused kernels of 16-bit parameters are wrong on the CPU.

@@ -10,7 +10,7 @@ import torch
 import xsoftmax as xs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from host_cost import count_launches, sampled_step  # noqa: E402 (of the folder above)
+from host_cost import count_launches, sampled_step
 
 
 @pytest.mark.parametrize("make, most", [(lambda: xs.samplers.UniformSampler(100_000, 512), 20),

@@ -1,6 +1,8 @@
 """What an optimizer is told in its first step: an error where it cannot take row-sparse gradients, a warning where they turned dense."""
 
 import copy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -267,6 +269,87 @@ def test_a_compiled_loss_changes_its_form_with_the_batch(make):
         loss.settle()
         tables.append(loss.linear.weight.detach())
     torch.testing.assert_close(*tables)
+
+
+def a_step(loss, optimizer, queries):
+    optimizer.zero_grad()
+    loss(torch.randn(queries, D), torch.randint(60, (queries,))).backward()
+    optimizer.step()
+
+
+def made_loss():
+    return xs.SampledSoftmaxLoss(D, 60, sampler="uniform", num_samples=4, shared=False, bias=True)
+
+
+def test_a_table_that_an_optimizer_is_given_later():
+    loss, encoder = made_loss(), torch.nn.Linear(D, D)
+    optimizer = momentum(encoder.parameters())
+    encoder(torch.randn(2, D)).sum().backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": list(loss.parameters())})
+    for queries in (3, 20):
+        a_step(loss, optimizer, queries)
+    assert loss.sparse_grad is True
+
+
+@pytest.mark.parametrize("release", ["optimizer", "assignment"])
+def test_a_fixed_form_gives_way(release):
+    loss = made_loss()
+    a_step(loss, torch.optim.Adam(loss.parameters()), 20)
+    assert loss.sparse_grad is False
+    optimizer = xs.optim.RowAdam(loss.parameters())
+    if release == "assignment":
+        loss.sparse_grad = None
+    else:
+        a_step(loss, optimizer, 3)
+    a_step(loss, optimizer, 3)
+    assert loss.sparse_grad is None and loss.linear.weight.grad.is_sparse and loss.linear.bias.grad.is_sparse
+
+
+def test_a_form_that_a_bias_needs():
+    """Adam has the bias, RowAdam the table: both gradients have one form, which Adam takes."""
+    loss = made_loss()
+    scripted = torch.jit.script(loss)
+    rows, dense = xs.optim.RowAdam([loss.linear.weight]), torch.optim.Adam([loss.linear.bias])
+    for queries in (20, 3, 20, 3):
+        scripted(torch.randn(queries, D), torch.randint(60, (queries,))).backward()
+        for optimizer in (dense, rows):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("make, sizes", [(torch.optim.Adam, (20, 3)), (torch.optim.SparseAdam, (3, 20))])
+def test_loaded_state_decides_the_form_of_the_first_gradient(make, sizes):
+    loss = made_loss()
+    optimizer = make(list(loss.parameters()))
+    a_step(loss, optimizer, sizes[0])
+    again = made_loss()
+    again.load_state_dict(loss.state_dict())
+    fresh = make(list(again.parameters()))
+    fresh.load_state_dict(optimizer.state_dict())
+    a_step(again, fresh, sizes[1])
+    assert again.sparse_grad is loss.sparse_grad is (make is torch.optim.SparseAdam)
+
+
+def test_a_rate_that_begins_at_zero_is_no_way_around_the_check():
+    loss = made_loss()
+    with pytest.raises(RuntimeError, match="Adam: expected dense gradients, got a row-sparse one .*xs.optim.RowAdam"):
+        a_step(loss, torch.optim.Adam(loss.parameters(), lr=0.0), 3)
+
+
+def test_functions_alone_have_their_form_fixed():
+    """In a process of its own: a loss or a row optimizer would have installed the hook."""
+    program = """
+import torch, xsoftmax as xs
+table, zero = torch.nn.Parameter(torch.randn(60, 8)), torch.zeros(12)
+optimizer = torch.optim.SGD([table], lr=0.1, momentum=0.9)
+for queries in (5, 100, 5):
+    drawn = xs.samplers.CandidateSet(torch.randint(60, (12,)), zero, torch.zeros(queries), False)
+    xs.functional.sampled_softmax_loss(torch.randn(queries, 8), table, torch.randint(60, (queries,)), [drawn]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_refused_step_fixes_no_form():

@@ -426,6 +426,8 @@ def test_options_are_checked_alike_at_construction_and_after_it(kind, option, mo
     if kind == "exact" and option in ("estimator", "remove_accidental_hits", "sparse_grad"):
         make = lambda **options: xs.CaneLoss(D, N, candidates=3, **options)  # noqa: E731
     value, others = OPTIONS[option]
+    if kind == "exact" and option == "estimator":
+        value = "cane_log_of_mean"
     loss, built = make(), []
     before = dict(vars(loss))
     for other, error in others:
@@ -488,3 +490,53 @@ def test_the_estimator_suits_the_sampler():
         loss = xs.SampledSoftmaxLoss(8, 50, **options)
         assert loss.estimator == want
         assert loss(torch.randn(3, 8), torch.tensor([1, 2, 49])).isfinite()
+
+
+@pytest.mark.parametrize("make, name, value", [
+    (lambda: xs.BeamTreeLoss(4, xs.LabelTree.balanced(20), num_candidates=3, num_noises=1), "beam", 5),
+    (lambda: xs.BeamTreeLoss(4, xs.LabelTree.balanced(20), num_candidates=3, num_noises=1), "num_candidates", 2),
+    (lambda: xs.CaneLoss(4, 20, candidates=3), "noise_reduction", "log_of_mean"),
+    (lambda: xs.TwoTowerLoss(20), "estimator", "ranking"), (lambda: xs.TwoTowerLoss(20), "similarity", "cosine")])
+def test_what_other_parts_were_made_with_is_not_assigned(make, name, value):
+    with pytest.raises(AttributeError, match=f"expected {name} as an argument of the constructor"):
+        setattr(make(), name, value)
+
+
+@pytest.mark.parametrize("make", [lambda: xs.CaneLoss(4, 20, candidates=3),
+                                  lambda: xs.BeamTreeLoss(4, xs.LabelTree.balanced(20), num_candidates=3, num_noises=1)])
+def test_an_estimator_without_noise_is_refused_by_cane(make):
+    loss = make()
+    with pytest.raises(ValueError, match=r"expected estimator to be one of \['cane', 'cane_log_of_mean'\], got 'ranking'"):
+        loss.estimator = "ranking"
+    loss.estimator = "cane_log_of_mean"
+
+
+def test_two_tower_reduction_is_followed():
+    loss, vectors = xs.TwoTowerLoss(20), torch.randn(3, 4)
+    loss.reduction = "none"
+    assert loss(vectors, vectors, torch.arange(3)).shape == (3,)
+    for made in (lambda: setattr(loss, "reduction", None), lambda: xs.TwoTowerLoss(20, reduction=None)):
+        with pytest.raises(ValueError, match="expected reduction to be"):
+            made()
+
+
+@pytest.mark.parametrize("call", [dict(weight=torch.ones(3)), dict(log_z=torch.zeros(2)), dict(z_loss=0.1, estimator="nce")])
+@pytest.mark.parametrize("refreshed", [False, True])
+def test_a_refused_step_leaves_the_sampler_as_it_was(call, refreshed):
+    sampler = xs.samplers.MidxSampler(20, 4, 5, codewords=2)
+    loss = xs.SampledSoftmaxLoss(4, 20, sampler=sampler, estimator=call.get("estimator", "sampled_softmax"))
+    if refreshed:
+        loss(torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    if "weight" in call:
+        loss.weight = call["weight"]
+    elif "log_z" in call:
+        loss.log_z = torch.nn.Parameter(call["log_z"])
+    else:
+        loss.__dict__["_options"] = loss._options + ",z_loss=0.1"
+    generator = torch.Generator().manual_seed(0)
+    before, state = {name: value.clone() for name, value in sampler.state_dict().items()}, generator.get_state()
+    with pytest.raises((ValueError, RuntimeError)):
+        loss(torch.randn(3, 4), torch.tensor([0, 1, 2]), generator)
+    assert torch.equal(generator.get_state(), state)
+    for name, value in sampler.state_dict().items():
+        assert torch.equal(value, before[name]), name

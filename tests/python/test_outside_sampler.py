@@ -126,6 +126,8 @@ class FaultySampler(LinearLawSampler):
 
     def sample(self, queries, target=None, generator=None):
         drawn, = super().sample(queries, target, generator)
+        if self.fault == "no list":
+            return drawn
         if self.fault == "ids":
             return [drawn._replace(ids=drawn.ids + N)]
         return [drawn._replace(target_log_count=None)]
@@ -144,3 +146,10 @@ def test_a_faulty_one_is_refused_before_anything_changes(make, fault, error, mes
         loss(torch.randn(3, D), torch.tensor([0, 5, 11]))
     for name, value in loss.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_a_set_without_a_list_is_refused():
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=FaultySampler(N, 8))
+    loss.sampler.fault = "no list"
+    with pytest.raises(TypeError, match="expected a list of CandidateSet, as Sampler.sample returns it, got CandidateSet without a list"):
+        loss(torch.randn(3, D), torch.tensor([0, 5, 11]))

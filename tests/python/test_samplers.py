@@ -281,3 +281,10 @@ def test_meta_tensors():
     for sampler in (UnigramSampler(zipf(50), 4, shared=False), UniformSampler(50, 4, shared=False)):
         [drawn] = sampler.to("meta").sample(queries(3).to("meta"), torch.zeros(3, dtype=torch.int64, device="meta"))
         assert drawn.ids.shape == (3, 4) and drawn.ids.is_meta and drawn.target_log_count.shape == (3,)
+
+
+@pytest.mark.parametrize("description", ["cane:0:", "head:0:", "given:0:", "in_batch:0:", "union:0:", "static:0:", "midx:0:", "complement:1:"])
+def test_a_description_that_does_not_fit_its_kind_is_refused(description):
+    state = [torch.zeros(1)] * int(description.split(":")[1])
+    with pytest.raises(ValueError, match="sampler_sample: expected the tensors and parts of a sampler of kind"):
+        torch.ops.xsoftmax.sampler_sample(torch.randn(2, 3), None, state, description)

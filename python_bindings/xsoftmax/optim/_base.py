@@ -221,7 +221,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return flush_states
 
     def __del__(self) -> None:
-        # What is owed would go with the state: a function that trains and returns the model leaves nothing else behind.
+        # Pending updates would be lost with the state: a function that trains and returns the model keeps nothing else.
         if not sys.is_finalizing() and hasattr(self, "state"):
             with contextlib.suppress(Exception):  # of a table that has moved elsewhere
                 if _hooks.is_capturing():  # the collector of cycles chose this moment

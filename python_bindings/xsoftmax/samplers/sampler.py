@@ -1,4 +1,4 @@
-"""What every sampler is: a module that proposes classes and says how often it would."""
+"""The base class of samplers: a module that proposes classes and gives the expected count of each."""
 
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple, Type
 
@@ -24,13 +24,24 @@ class CandidateSet(NamedTuple):
     ``log pi`` of distinct ones, pi the inclusion probability, 0 of a class that is always there; of a union the sum over all its sets. +inf:
     takes no part."""
     target_log_count: Optional[Tensor]
-    """float32, the shape of ``target``: the targets' log expected count in this set alone, -inf where it cannot hold them. None: the same."""
+    """float32, the shape of ``target``: the targets' log expected count in this set alone, -inf where it cannot contain them. None: not
+    computed, for estimators that do not need it."""
     distinct: bool
     """Whether no class stands twice in a set."""
 
 
+def _check_sets(sets: Any) -> None:
+    if isinstance(sets, CandidateSet) or not isinstance(sets, (list, tuple)):
+        raise TypeError(f"expected a list of CandidateSet, as Sampler.sample returns it, got {type(sets).__name__} without a list")
+    for part in sets:
+        if not isinstance(part, CandidateSet):
+            raise TypeError(f"expected a list of CandidateSet, as Sampler.sample returns it, got {type(part).__name__} in the list")
+
+
 def columns_of(sets: List[CandidateSet]) -> Tuple[List[Tensor], List[Tensor], List[Optional[Tensor]], List[bool]]:
     """A proposal as operators take it: ids, log_count, target_log_count and distinct of all sets."""
+    if not torch.jit.is_scripting():
+        _check_sets(sets)
     target_log_count: List[Optional[Tensor]] = []
     for part in sets:
         target_log_count.append(part.target_log_count)
