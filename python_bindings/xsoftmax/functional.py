@@ -172,7 +172,8 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
                    class_weight=class_weight, log_z=log_z, target_prob=target_prob)
     if "reduction" in options:
         check_reduction("sampled_softmax_loss", options["reduction"])  # type: ignore[arg-type]
-    watch_functions()
+    if not torch.compiler.is_compiling():
+        watch_functions()
     text = option_text(**options, **_logit_options("sampled_softmax_loss", logit_scale, softcap))
     return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, text, target_prob)
 

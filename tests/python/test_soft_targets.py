@@ -289,7 +289,7 @@ def test_errors(sampled, call, error, message):
 
 def test_options_that_do_not_go_with_soft_targets():
     target, prob = torch.randint(N, (Q, T)), torch.rand(Q, T)
-    for options, message in ((dict(estimator="ranking"), "estimator=\"sampled_softmax\" with target_prob"),
+    for options, message in ((dict(estimator="ranking"), "expected estimator \"sampled_softmax\" with target_prob, got \"ranking\""),
                              (dict(label_smoothing=.1), "label_smoothing=0 with target_prob")):
         with pytest.raises(ValueError, match=message):
             xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=5, **options)(torch.randn(Q, D), target, target_prob=prob)
