@@ -165,8 +165,17 @@ __global__ void row_gradient_kernel(const __grid_constant__ RowGradient<T> g) {
   }
 }
 
-// A block a chunk at whose end a run goes on that began in it: what the chunks behind it have summed of the run is added, a warp a share of them,
-// and the shares in order. blockIdx.y picks 32 columns; column `width` is that of the bias.
+// Whether a run begins in a chunk and goes on behind it.
+__device__ inline bool starts_long_run(const Runs& runs, int64_t chunk, int64_t chunks) {
+  if (chunk + 1 >= chunks) {
+    return false;
+  }
+  const int64_t begin = chunk * kWarp, last = begin + kWarp - 1, id = runs.ids[last];
+  return id != runs.none && runs.ids[last + 1] == id && (begin == 0 || runs.ids[begin - 1] != id);
+}
+
+// A block looks at 32 chunks. Where a long run starts in one, what the chunks behind it have summed of the run is added, a warp a share of them, and
+// the shares in order. blockIdx.y picks 32 columns; column `width` is that of the bias.
 template <typename T>
 __global__ void join_chunks_kernel(const __grid_constant__ RowGradient<T> g) {
   using opmath = at::opmath_type<T>;
@@ -176,39 +185,38 @@ __global__ void join_chunks_kernel(const __grid_constant__ RowGradient<T> g) {
   const int64_t chunks = (g.runs.count + kWarp - 1) / kWarp, d = int64_t(blockIdx.y) * kWarp + lane();
   const int warp = int(threadIdx.x) / kWarp;
   const bool of_values = d < g.width, of_bias = g.bias != nullptr && d == g.width;
-  for (int64_t chunk = blockIdx.x; chunk + 1 < chunks; chunk += gridDim.x) {
-    const int64_t begin = chunk * kWarp, last = begin + kWarp - 1;
-    const int64_t id = ids[last];
-    if (id == g.runs.none || ids[last + 1] != id || (begin > 0 && ids[begin - 1] == id)) { // ends here, or began before
-      continue;
-    }
-    int64_t low = chunk + 1, high = chunks; // the class is where chunk `low` begins, and not where `high` does
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      (ids[middle * kWarp] == id ? low : high) = middle;
-    }
-    const int64_t count = high - chunk, first = chunk + count * warp / kWarps, end = chunk + count * (warp + 1) / kWarps;
-    opmath sum = 0;
+  for (int64_t base = int64_t(blockIdx.x) * kWarp; base < chunks; base += int64_t(gridDim.x) * kWarp) {
+    unsigned starts = __ballot_sync(kAllLanes, starts_long_run(g.runs, base + lane(), chunks)); // the same in all warps
+    for (; starts != 0; starts &= starts - 1) {
+      const int64_t chunk = base + __ffs(int(starts)) - 1, begin = chunk * kWarp, id = ids[begin + kWarp - 1];
+      int64_t low = chunk + 1, high = chunks; // the class is where chunk `low` begins, and not where `high` does
+      while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        (ids[middle * kWarp] == id ? low : high) = middle;
+      }
+      const int64_t count = high - chunk, first = chunk + count * warp / kWarps, end = chunk + count * (warp + 1) / kWarps;
+      opmath sum = 0;
 #pragma unroll 4
-    for (int64_t c = first; c < end; ++c) {
-      const int64_t part = 2 * c + (c == chunk ? 1 : 0);
-      sum += of_values ? g.part_values[part * g.width + d] : of_bias ? g.part_bias[part] : opmath(0);
-    }
-    __syncthreads(); // the last sums may still be read
-    sums[warp][lane()] = sum;
-    __syncthreads();
-    if (warp == 0) {
-      opmath whole = 0;
-      for (int w = 0; w < kWarps; ++w) {
-        whole += sums[w][lane()];
+      for (int64_t c = first; c < end; ++c) {
+        const int64_t part = 2 * c + (c == chunk ? 1 : 0);
+        sum += of_values ? g.part_values[part * g.width + d] : of_bias ? g.part_bias[part] : opmath(0);
       }
-      const unsigned same = __ballot_sync(kAllLanes, ids[begin + lane()] == id);
-      const int64_t row = g.runs.row(begin + __ffs(int(same)) - 1);
-      if (of_values) {
-        g.values[row * g.width + d] = T(whole);
-      }
-      if (of_bias) {
-        g.bias[row] = T(whole);
+      __syncthreads(); // the last sums may still be read
+      sums[warp][lane()] = sum;
+      __syncthreads();
+      if (warp == 0) {
+        opmath whole = 0;
+        for (int w = 0; w < kWarps; ++w) {
+          whole += sums[w][lane()];
+        }
+        const unsigned same = __ballot_sync(kAllLanes, ids[begin + lane()] == id);
+        const int64_t row = g.runs.row(begin + __ffs(int(same)) - 1);
+        if (of_values) {
+          g.values[row * g.width + d] = T(whole);
+        }
+        if (of_bias) {
+          g.bias[row] = T(whole);
+        }
       }
     }
   }
@@ -294,7 +302,7 @@ void sum_runs(const Tensor& values, const Tensor& bias, const Runs& runs, const 
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
     if (chunks > 1) {
-      const dim3 grid(grid_size(chunks - 1, 1), unsigned((width + (want_bias ? 1 : 0) + kWarp - 1) / kWarp));
+      const dim3 grid(grid_size(chunks - 1, kWarp), unsigned((width + (want_bias ? 1 : 0) + kWarp - 1) / kWarp));
       join_chunks_kernel<scalar_t><<<grid, kThreads, 0, stream>>>(gradient);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
