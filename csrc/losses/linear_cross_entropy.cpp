@@ -203,9 +203,10 @@ Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight, 
   check::finite_queries(kOp, "input", input, target, options.ignore_index);
   check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
   const OptionalTensor weights = given(class_weight) ? OptionalTensor(class_weight->detach()) : std::nullopt;
-  if (reduction != at::Reduction::None && input.scalar_type() == opmath_dtype(input.scalar_type())) {
+  const at::ScalarType sums = opmath_dtype(input.scalar_type());
+  if (reduction != at::Reduction::None && (input.scalar_type() == sums || (input.is_cuda() && input.scalar_type() == at::kBFloat16))) {
     const Tensor divisor =
-        reduction == at::Reduction::Mean ? mean_divisor(target, weights, options.ignore_index, input.scalar_type()) : at::ones({}, input.options());
+        reduction == at::Reduction::Mean ? mean_divisor(target, weights, options.ignore_index, sums) : at::ones({}, input.options().dtype(sums));
     return ReducedCrossEntropy::apply(input, weight, bias, target, weights, divisor, text);
   }
   const Tensor loss = LinearCrossEntropy::apply(input, weight, bias, target, weights, text);
@@ -277,6 +278,7 @@ CrossEntropyOptions check_linear_cross_entropy(const Tensor& input, const Tensor
   TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, kOp, ": expected label_smoothing in [0, 1], got ", options.label_smoothing);
   check_logits(kOp, options);
   check_z_loss(kOp, options.z_loss);
+  TORCH_CHECK_VALUE(options.workspace_mb >= 1, kOp, ": expected workspace_mb of at least 1, got ", options.workspace_mb);
   return options;
 }
 

@@ -150,6 +150,7 @@ Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target, const st
   options.ignore_index = options_.ignore_index;
   options.label_smoothing = options_.label_smoothing;
   options.z_loss = options_.z_loss;
+  options.workspace_mb = options_.workspace_mb;
   options.positives = options_.positives;
   static_cast<LogitOptions&>(options) = logit_options();
   if (given(target_prob)) {

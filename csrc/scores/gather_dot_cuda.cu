@@ -126,7 +126,7 @@ at::Tensor pair_input_grad_cuda(const at::Tensor& grad, int64_t grad_stride, con
 void product_out_cuda(at::Tensor out, const at::Tensor& a, const at::Tensor& b, bool add) {
   const at::ScalarType dtype = out.scalar_type();
   if (a.scalar_type() == b.scalar_type() && a.scalar_type() != dtype) {
-    add ? out.add_(at::mm(a, b, dtype)) : at::mm_out(out, a, b, dtype);
+    add ? at::addmm_out(out, out, a, b, dtype) : at::mm_out(out, a, b, dtype);
   } else {
     add ? at::addmm_out(out, out, a.to(dtype), b.to(dtype)) : at::mm_out(out, a.to(dtype), b.to(dtype));
   }

@@ -93,6 +93,7 @@ struct LogitOptions {
 struct CrossEntropyOptions : ReductionOptions, LogitOptions {
   double label_smoothing = 0.0; ///< in [0, 1]
   double z_loss = 0.0;          ///< at least 0: adds z_loss * (log normaliser)^2 to the loss of each query
+  int64_t workspace_mb = 512;   ///< on CUDA: MB of logits, and of their gradients, that exist at once; at least 1
 
   template <typename Visitor>
   void visit(Visitor& visitor) {
@@ -100,6 +101,7 @@ struct CrossEntropyOptions : ReductionOptions, LogitOptions {
     LogitOptions::visit(visitor);
     visitor("label_smoothing", label_smoothing);
     visitor("z_loss", z_loss);
+    visitor("workspace_mb", workspace_mb);
   }
   bool operator==(const CrossEntropyOptions&) const = default;
 };

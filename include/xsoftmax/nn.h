@@ -35,6 +35,7 @@ struct LossOptions {
   double logit_scale = 1.0;         ///< above 0: logits are softcap * tanh(logit_scale * linear(input) / softcap); see LogitOptions
   double softcap = 0.0;             ///< above 0; 0: logits are logit_scale * linear(input)
   double z_loss = 0.0;              ///< adds z_loss * (log normaliser)^2 to the loss of each query, in train() of its estimate
+  int64_t workspace_mb = 512;       ///< on CUDA: MB of logits that exist at once in a step of the exact loss
   std::string positives = "mean";   ///< how the losses of several positives are reduced, target [*, T]: see PositivesOptions
 };
 

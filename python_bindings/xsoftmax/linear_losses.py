@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from . import retrieval
-from ._checks import check_number, check_target_prob
+from ._checks import check_count, check_number, check_target_prob
 from ._options import logit_options, option_text
 from ._resize import resize_classes
 from ._table import TableModule, check_linear, check_queries, flattened, make_linear, refuse_parametrized
@@ -17,7 +17,7 @@ from .estimators import check_estimator
 from .samplers import CandidateSet, Sampler, columns_of
 
 Loss = TypeVar("Loss", bound="LinearLoss")
-_EXACT_OPTIONS = ("reduction", "ignore_index", "label_smoothing", "z_loss")
+_EXACT_OPTIONS = ("reduction", "ignore_index", "label_smoothing", "z_loss", "workspace_mb")
 _ALL_EXACT_OPTIONS = (*_EXACT_OPTIONS, "logit_scale", "softcap")
 
 
@@ -44,6 +44,7 @@ class LinearLoss(TableModule):
         self.label_smoothing = label_smoothing
         self.logit_scale, self.softcap, self.z_loss = logit_scale, softcap, z_loss
         self.positives = positives
+        self.workspace_mb = 512
         self._set_exact_options()
         self.linear = make_linear(self._name, self.in_features, self.num_classes, bias, device, dtype)
 
@@ -56,6 +57,8 @@ class LinearLoss(TableModule):
     def _check_option(self, name: str, value: Any) -> Any:
         if name in ("logit_scale", "z_loss") or (name == "softcap" and value is not None):
             return check_number(self._name, name, value, positive=name != "z_loss")
+        if name == "workspace_mb":
+            return check_count(self._name, name, value, 1)
         if name == "label_smoothing":
             return self._check_label_smoothing(value)
         if name == "positives" and value not in ("mean", "sum"):
@@ -420,6 +423,9 @@ class LinearCrossEntropyLoss(LinearLoss):
             class weight and reduced as the loss is. The log normaliser is the logsumexp of all logits; with positives="mean", of each of several positives, the
             logsumexp of its logit and those of the classes that are no positive.
         device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
+
+    On CUDA the attribute ``workspace_mb``, 512 and assignable, bounds the memory of a training step, beside the gradients: so many MB of logits exist at once.
+    On the CPU they are a few MB.
 
     Shape:
         - input: [*, D], in the dtype of the table; under autocast also in a 16-bit one.

@@ -372,6 +372,31 @@ def test_bad_inputs(impl, change, error, message):
             ops.linear_cross_entropy(**arguments | {"input": arguments["input"].clone().requires_grad_(train)})
 
 
+@pytest.mark.parametrize("transform", ["", ",logit_scale=0.5,softcap=3.0,z_loss=0.1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_with_the_loss_in_a_small_workspace(dtype, transform):
+    """Several rounds of queries on CUDA; elsewhere the option changes nothing. They equal the loss and then its gradients, in float64."""
+    input, weight, bias, target, classes = problem(300, 8, 3000, dtype, class_weight=True, ignored=5)
+    options, grad = f"label_smoothing=0.1,workspace_mb=1{transform}", torch.linspace(0.5, 1.5, 300)
+    got = ops.linear_cross_entropy_with_gradients(grad, input, weight, bias, target, classes, options, [True] * 3)
+    with xs.use_impl("reference"):
+        doubles = [tensor.double() for tensor in (grad, input, weight, bias)]
+        want = ops.linear_cross_entropy_with_gradients(*doubles, target, classes.double(), options, [True] * 3)
+    for one, other in zip(got, want):
+        tolerance = (3e-5 if dtype == torch.float32 else 1e-2) * other.abs().max().item()
+        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
+
+
+def test_workspace_of_the_module():
+    loss = xs.LinearCrossEntropyLoss(4, 20)
+    input, target = torch.randn(3, 4), torch.tensor([0, 5, 19])
+    before = loss(input, target)
+    loss.workspace_mb = 1
+    assert "workspace_mb=1" in loss._exact_options and torch.equal(loss(input, target), before)
+    with pytest.raises(ValueError, match="LinearCrossEntropyLoss: expected workspace_mb of at least 1, got 0"):
+        loss.workspace_mb = 0
+
+
 def test_bad_target_beside_class_weights(impl):
     input = torch.zeros(2, 3, requires_grad=True)
     with pytest.raises(IndexError, match=r"linear_cross_entropy: expected target in \[0, 9\) or ignore_index, got 9 at \[1\]"):

@@ -212,6 +212,12 @@ at::Tensor& mm_dtype_out(const at::Tensor& a, const at::Tensor& b, at::ScalarTyp
   TORCH_CHECK(out.scalar_type() == dtype, "mm: expected out of dtype ", dtype, ", got ", out.scalar_type());
   return out.copy_(mm_dtype(a, b, dtype));
 }
+at::Tensor& addmm_dtype_out(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype, const at::Scalar& beta,
+                            const at::Scalar& alpha, at::Tensor& out) {
+  TORCH_CHECK(self.scalar_type() == dtype && out.scalar_type() == dtype, "addmm: expected self and out of dtype ", dtype, ", got ", self.scalar_type(), ", ",
+              out.scalar_type());
+  return out.copy_(at::addmm(self, a.to(dtype), b.to(dtype), beta, alpha));
+}
 
 } // namespace
 
@@ -224,4 +230,5 @@ TORCH_LIBRARY_FRAGMENT(cuda_emulator, m) {
 TORCH_LIBRARY_IMPL(aten, CPU, m) {
   m.impl("mm.dtype", mm_dtype);
   m.impl("mm.dtype_out", mm_dtype_out);
+  m.impl("addmm.dtype_out", addmm_dtype_out);
 }
