@@ -8,7 +8,8 @@ nn.Linear + nn.CrossEntropyLoss + SGD on the same shapes, eager.
 
 Launches are counted where CUDA is, at Q 8,192 and N 1,000,000: kernels, copies and fills of torch.profiler. Without a device, at Q 64
 and N 100,000, they are the library's kernels on the emulator of tests/cuda_emulation, where XSOFTMAX_EMULATE_LIBRARY names it, and a call of each operator
-of ATen that computes something, which may launch more than one.
+of ATen that computes something, which may launch more than one. What the library does on the host because it may look at values of CPU tensors is not
+counted there, and is launches on a device: seeds, masks of ignored targets, the share of a mean.
 """
 
 import os
