@@ -8,8 +8,7 @@ nn.Linear + nn.CrossEntropyLoss + SGD on the same shapes, eager.
 
 Launches are counted where CUDA is, at Q 8,192 and N 1,000,000: kernels, copies and fills of torch.profiler. Without a device, at Q 64
 and N 100,000, they are the library's kernels on the emulator of tests/cuda_emulation, where XSOFTMAX_EMULATE_LIBRARY names it, and a call of each operator
-of ATen that computes something, which may launch more than one. What the library does on the host because it may look at values of CPU tensors is not
-counted there, and is launches on a device: seeds, masks of ignored targets, the share of a mean.
+of ATen that computes something, which may launch more than one. The library then looks at no values of tensors, as on a device.
 """
 
 import os
@@ -93,8 +92,8 @@ NO_LAUNCH = {f"aten::{name}" for name in (
     "resolve_neg", "result_type", "select", "set_", "slice", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "view_as")}
 
 
-def count_launches(step: Step, device: str) -> int:
-    """Counts the launches of one step, on a device or on the emulator."""
+def count_launches(step: Step, device: str, host_reads: bool = False) -> int:
+    """Counts the launches of one step, on a device or on the emulator. host_reads: the library may look at values of the emulator's CPU tensors."""
     for _ in range(3):
         step()
     if device == "cuda":
@@ -102,10 +101,14 @@ def count_launches(step: Step, device: str) -> int:
             step()
             torch.cuda.synchronize()
         return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiled.events())
-    launched = torch.ops.cuda_emulator.launched
+    launched, let_host_read = torch.ops.cuda_emulator.launched, torch.ops.cuda_emulator.let_host_read
     before = sum(numbers[0] for numbers in launched().values())
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        step()
+    let_host_read(host_reads)
+    try:
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            step()
+    finally:
+        let_host_read(True)
     kernels = sum(numbers[0] for numbers in launched().values()) - before
 
     def is_aten(event) -> bool:

@@ -1,4 +1,5 @@
 #include "core/checks.h"
+#include "core/host_reads.h"
 #include "core/shape_checks.h"
 
 #include "core/optional.h"
@@ -8,6 +9,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -144,7 +146,12 @@ bool is_plain(const at::Tensor& tensor) {
   return (tensor.is_cpu() || tensor.is_cuda()) && !at::isTensorSubclassLike(tensor) && !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
 }
 
-bool can_read(const at::Tensor& tensor) { return tensor.is_cpu() && is_plain(tensor) && !tensor._is_zerotensor() && !tensor.is_neg(); }
+namespace { std::atomic<bool> reads_on_host = true; } // namespace
+
+void let_host_read(bool reads) { reads_on_host = reads; }
+bool host_reads() { return reads_on_host.load(std::memory_order_relaxed); }
+
+bool can_read(const at::Tensor& tensor) { return host_reads() && tensor.is_cpu() && is_plain(tensor) && !tensor._is_zerotensor() && !tensor.is_neg(); }
 
 bool has_gradient(const at::Tensor& tensor) { return tensor.requires_grad() || tensor._fw_grad(0).defined(); }
 

@@ -1,14 +1,13 @@
 #include "core/row_tables.h"
 
 #include "core/shape_checks.h"
+#include "core/weak_map.h"
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <mutex>
-#include <unordered_map>
 
 namespace xsoftmax {
 namespace {
@@ -20,58 +19,41 @@ struct Form { // of the gradient of a table; true: row-sparse
   std::optional<bool> fixed = std::nullopt;
 };
 
-struct Entry {
-  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> table; // keeps the address; expired: a table that is gone
-  Form form;
-};
-
 class Tables {
  public:
   void add(const Tensor& table) {
     const std::lock_guard lock(mutex_);
-    if (find(table) == nullptr) {
-      insert(table);
-    }
+    entry(table);
   }
 
   void fix(const Tensor& table, std::optional<bool> row_sparse) {
     const std::lock_guard lock(mutex_);
-    if (find(table) == nullptr) {
-      insert(table);
-    }
-    find(table)->form.fixed = row_sparse;
+    entry(table).fixed = row_sparse;
   }
 
   void set(const Tensor& table, bool row_gradient) {
     const std::lock_guard lock(mutex_);
-    if (Entry* const entry = find(table)) {
-      entry->form.last = row_gradient;
+    if (Form* const form = forms_.find(table.unsafeGetTensorImpl())) {
+      form->last = row_gradient;
     }
   }
 
   std::optional<Form> get(const Tensor& table) {
     const std::lock_guard lock(mutex_);
-    const Entry* const entry = find(table);
-    return entry == nullptr ? std::nullopt : std::optional(entry->form);
+    const Form* const form = forms_.find(table.unsafeGetTensorImpl());
+    return form == nullptr ? std::nullopt : std::optional(*form);
   }
 
  private:
-  void insert(const Tensor& table) {
-    if (tables_.size() >= sweep_at_) {
-      std::erase_if(tables_, [](const auto& entry) { return entry.second.table.expired(); });
-      sweep_at_ = std::max<size_t>(16, 2 * tables_.size());
-    }
-    tables_.insert_or_assign(table.unsafeGetTensorImpl(), Entry{decltype(Entry::table)(table.getIntrusivePtr()), {}});
-  }
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-  Entry* find(const Tensor& table) {
-    const auto entry = tables_.find(table.unsafeGetTensorImpl());
-    return entry == tables_.end() || entry->second.table.expired() ? nullptr : &entry->second;
+  Form& entry(const Tensor& table) {
+    Form* const form = forms_.find(table.unsafeGetTensorImpl());
+    return form != nullptr ? *form : forms_.insert_or_assign(table.unsafeGetTensorImpl(), Weak(table.getIntrusivePtr()), {});
   }
 
   std::mutex mutex_;
-  std::unordered_map<const c10::TensorImpl*, Entry> tables_;
-  size_t sweep_at_ = 16; // so many entries
+  WeakMap<Weak, Form> forms_;
 };
 
 Tables& tables() {

@@ -3,6 +3,7 @@
 #include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/host_reads.h"
 #include "core/optional.h"
 #include "core/options.h"
 #include "core/scale_gradient.h"
@@ -89,7 +90,8 @@ Tensor call_loss(const Tensor& input, const Tensor& weight, const OptionalTensor
 // Whether it is known that gradients times `grad` are the gradients: of a loss that nothing comes after, as a rule. A derivative of theirs must find what
 // they depend on. Ignored queries may hold a NaN, which a factor of zero makes up for.
 bool has_nothing_to_scale(const Tensor& grad, const Tensor& target, int64_t ignore_index) {
-  if (grad.dim() != 0 || !grad.is_cpu() || at::GradMode::is_enabled() || at::isTensorSubclassLike(grad) || at::isTensorSubclassLike(target)) {
+  if (grad.dim() != 0 || !grad.is_cpu() || !check::host_reads() || at::GradMode::is_enabled() || at::isTensorSubclassLike(grad) ||
+      at::isTensorSubclassLike(target)) {
     return false;
   }
   const bool is_one = grad.scalar_type() == at::kFloat ? check::readable(grad).const_data_ptr<float>()[0] == 1 : grad.item<double>() == 1;

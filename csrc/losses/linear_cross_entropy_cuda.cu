@@ -322,7 +322,7 @@ CrossEntropyWithGradients linear_cross_entropy_with_gradients_cuda(const Tensor&
   const Tensor table = rounded ? weight : weight.to(floats.dtype()), factors = rounded ? operands.query : operands.query.to(floats.dtype());
   const Tensor ignored = transforms(parsed) ? target.eq(parsed.ignore_index).unsqueeze(1) : Tensor();
   const Tensor grad_input = at::empty({want_input ? queries : 0, features}, floats), grad_weight = at::empty({want_weight ? classes : 0, features}, floats);
-  const Tensor grad_bias = at::empty({want_bias ? classes : 0}, floats);
+  Tensor grad_bias = at::empty({want_bias ? classes : 0}, floats);
   for (int64_t first = 0; first < queries; first += step) {
     const int64_t count = std::min(step, queries - first);
     const Operands rows = operands.rows(first, count);
@@ -346,8 +346,8 @@ CrossEntropyWithGradients linear_cross_entropy_with_gradients_cuda(const Tensor&
       product_out_cuda(grad_weight, slope.t(), factors.narrow(0, first, count), /*add=*/first > 0);
     }
     if (want_bias) {
-      first > 0 ? Tensor(grad_bias).add_(slope.sum(0, /*keepdim=*/false, grad_bias.scalar_type()))
-                : at::sum_out(const_cast<Tensor&>(grad_bias), slope, {0}, /*keepdim=*/false, grad_bias.scalar_type());
+      first > 0 ? grad_bias.add_(slope.sum(0, /*keepdim=*/false, grad_bias.scalar_type()))
+                : at::sum_out(grad_bias, slope, {0}, /*keepdim=*/false, grad_bias.scalar_type());
     }
   }
   const auto dtype = input.scalar_type();

@@ -1,5 +1,6 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/host_reads.h"
 #include "core/optional.h"
 #include "core/options.h"
 #include "losses/candidate_loss.h"
@@ -100,7 +101,7 @@ Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const Opt
   const Tensor flat = as_vector(target), queries = as_queries(input, flat.sym_size(0));
   const Candidates candidates = lay_out(sets, flat.sym_size(0), estimator.traits);
   const bool by_scores = given(log_z) || !estimator.has_kernels() || transforms(options) || options.z_loss != 0;
-  if (!by_scores && !given(class_weight) && input.is_cpu()) { // on a device, whether there is nothing left to scale would not be known
+  if (!by_scores && !given(class_weight) && input.is_cpu() && check::host_reads()) { // on a device, whether there is nothing left to scale would not be known
     if (const OptionalTensor share = equal_shares(flat, options, opmath_dtype(weight.scalar_type())); given(share)) {
       return linear_candidate_loss(queries, weight, bias, flat, candidates, options, share);
     }

@@ -35,7 +35,7 @@ struct SoftmaxState {
   A* target_logit; ///< nullptr: not wanted
   double* even;    ///< sum of class_weight * logit; nullptr: not wanted
 
-  /// Of the queries from `first` on.
+  /// Returns the state of the queries from `first` on.
   SoftmaxState from(int64_t first) const {
     return {max + first, sum + first, target_logit == nullptr ? nullptr : target_logit + first, even == nullptr ? nullptr : even + first};
   }
@@ -58,7 +58,7 @@ __device__ inline A finite_shift(A max) {
   return max == -A(__builtin_inf()) ? A(0) : max;
 }
 
-/// What a block of threads has seen of a row of logits, in every thread.
+/// The partial softmax of a row of logits, as fold_row returns it to every thread of the block.
 template <typename A>
 struct RowFold {
   A max, sum; ///< the largest, and the sum of e^(logit - max)

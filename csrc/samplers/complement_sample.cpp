@@ -187,7 +187,7 @@ std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside, const Opti
 
 namespace {
 
-// Of a sampler written in Python, whose draws may be any numbers.
+// Checks draws first: a sampler written in Python may return any numbers.
 Tensor complement_of_given(const Tensor& seed, const Tensor& inside, const OptionalTensor& draws, const Tensor& queries, std::string_view text) {
   constexpr const char* op = "complement_sample";
   if (given(draws) && check::can_read(*draws)) {

@@ -37,7 +37,7 @@ struct BeamOptions {
   bool operator==(const BeamOptions&) const = default;
 };
 
-/// What a training step of BeamTreeLoss takes: options of the loss and of the search, and when edges are balanced.
+/// Options of a training step of BeamTreeLoss: those of the loss and of the search, and how often edges are balanced.
 struct BeamTreeStepOptions : SampledSoftmaxOptions, BeamOptions {
   int64_t balance_every = 0;     ///< training steps; 0: edges are never balanced
   bool balances_16_bits = false; ///< edges of 16 bits are balanced as well

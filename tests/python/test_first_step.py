@@ -242,7 +242,7 @@ def test_loaded_momentum_decides_the_form():
                                   lambda p: xs.optim.RowSGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), lambda p: torch.optim.SGD(p, lr=0.1),
                                   lambda p: torch.optim.Adagrad(p, lr=0.1)])
 def test_gradients_of_both_forms_train_as_those_of_one(make):
-    """With sparse_grad=False rows owe nothing: where updates are lazy, candidates are then scored by other rows."""
+    """sparse_grad=False is left out: without lazy updates, candidates are scored by rows that are up to date."""
     tables = []
     for sparse_grad in (None, True):
         torch.manual_seed(0)

@@ -22,7 +22,7 @@ class RowAdagrad(RowOptimizer):
         param = param - lr / (1 + (t - 1) * lr_decay) * grad / (sum.sqrt() + eps)
 
     Without weight decay, a row without a gradient stays where it is under Adagrad, so this equals the dense optimizer. With it, the decay acts only in the
-    steps in which a row has a gradient. No update is lazy: rows never owe steps, and :meth:`flush` does nothing.
+    steps in which a row has a gradient. No update is lazy: no row has pending updates, and :meth:`flush` does nothing.
 
     A table is a parameter that has a row-sparse gradient at its first step, or belongs to a loss that may give it one (``sparse_grad`` other than False). In a
     step in which such a loss gives it a dense gradient instead, every row counts as having a gradient, and the equations above hold. Other parameters are

@@ -6,7 +6,10 @@
 //                                         often: wait for it, by an operator of ATen that tells the host a value; copy its arguments to the CPU; add in
 //                                         an order that is not fixed. What a kernel's host code reads from memory by itself is not seen, nor what
 //                                         ATen's own backward does between our operators.
+//   cuda_emulator::let_host_read(bool)    False: the library looks at no values of CPU tensors either, as it cannot at those of a device.
 //   cuda_emulator::lies_on_host(Tensor)   this tensor does not move to a device with the others: who reads its value waits for nothing.
+
+#include "core/host_reads.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -223,6 +226,7 @@ at::Tensor& addmm_dtype_out(const at::Tensor& self, const at::Tensor& a, const a
 
 TORCH_LIBRARY_FRAGMENT(cuda_emulator, m) {
   m.def("take_over() -> str[]", take_over);
+  m.def("let_host_read(bool reads) -> ()", xsoftmax::check::let_host_read);
   m.def("findings() -> Dict(str, int)", findings);
   m.def("lies_on_host(Tensor tensor) -> ()", lies_on_host);
 }
