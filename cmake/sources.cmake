@@ -49,6 +49,7 @@ set(XSOFTMAX_SOURCES
   csrc/losses/linear_topk.cpp
   csrc/losses/linear_topk_cpu.cpp
   csrc/losses/logit_transform.cpp
+  csrc/losses/loss_shares.cpp
   csrc/losses/reduction.cpp
   csrc/losses/sampled_softmax_loss.cpp
   csrc/losses/beam_tree_step.cpp
@@ -187,6 +188,7 @@ set(XSOFTMAX_SIMD_SOURCES
 set(XSOFTMAX_CUDA_SOURCES
   csrc/losses/candidate_loss_cuda.cu
   csrc/losses/linear_candidate_loss_cuda.cu
+  csrc/losses/loss_shares_cuda.cu
   csrc/losses/linear_cross_entropy_cuda.cu
   csrc/losses/linear_topk_cuda.cu
   csrc/matcher/shortlist_cuda.cu
@@ -203,6 +205,7 @@ set(XSOFTMAX_CUDA_SOURCES
   csrc/samplers/midx_sample_cuda.cu
   csrc/samplers/midx_sets_cuda.cu
   csrc/samplers/systematic_sample_cuda.cu
+  csrc/samplers/static_sample_cuda.cu
   csrc/samplers/uniform_sample_cuda.cu
   csrc/scores/candidate_scores_cuda.cu
   csrc/scores/gather_dot_cuda.cu

@@ -570,16 +570,19 @@ XS_ROW void run_query(const Lanes& lanes, const LossRows<T>& rows, int64_t q, T*
   const int64_t width = 1 + rows.candidates();
   T* grad = rows.grad_scores ? rows.grad_scores + q * width : nullptr;
   const T grad_loss = rows.grad_loss ? rows.grad_loss[q] : T(1);
-  if (grad != nullptr && grad_loss == 0) { // a query that was ignored or weighs nothing: zero even where its scores are not finite
-    for (int64_t j = lanes.first(0); j < width; j += Lanes::kStep) {
+  if (grad_loss == 0) { // a query that was ignored or weighs nothing: zero even where its scores are not finite
+    for (int64_t j = lanes.first(0); grad != nullptr && j < width; j += Lanes::kStep) {
       grad[j] = 0;
+    }
+    if (rows.loss && lanes.leads()) {
+      rows.loss[q] = 0;
     }
     return;
   }
   const Row<T> row = prepare(lanes, rows, q, buffer, rows.apart(kLoss));
   const T loss = row_loss<kLoss>(lanes, row, rows.label_smoothing, grad_loss, grad, grad ? grad + 1 : nullptr);
   if (rows.loss && lanes.leads()) {
-    rows.loss[q] = loss;
+    rows.loss[q] = grad_loss * loss;
   }
 }
 

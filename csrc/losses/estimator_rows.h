@@ -28,8 +28,10 @@ struct LossRows {
   T label_smoothing;
   T* loss;                         ///< [Q]: wanted where it is there
   T* grad_scores;                  ///< [Q, 1 + P + S]: likewise
-  const T* grad_loss;              ///< [Q]: what grad_scores is times; ones where absent
+  const T* grad_loss;              ///< [Q]: what loss and grad_scores are times; ones where absent
 
+  /// The loss of a query that is ignored. A mean over no query at all is no number: its share is infinite.
+  XS_HOST_DEVICE T ignored_loss(int64_t q) const { return grad_loss ? T(0) * grad_loss[q] : T(0); }
   XS_HOST_DEVICE int64_t candidates() const { return private_width + shared_width; }
   /// Whether an estimator wants scores and weights apart, beside their sums.
   XS_HOST_DEVICE bool apart(RowLoss of) const { return of == RowLoss::OneVsEach || label_smoothing != 0; }

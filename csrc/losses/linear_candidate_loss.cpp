@@ -11,6 +11,7 @@
 #include "core/shape_checks.h"
 #include "losses/candidate_loss.h"
 #include "losses/logit_transform.h"
+#include "losses/loss_shares.h"
 #include "scores/candidate_scores.h"
 #include "xsoftmax/ops.h"
 
@@ -59,19 +60,15 @@ CandidateLossState forward_meta(const Tensor& input, const Tensor& weight, const
 
 Tensor as_dtype(const Tensor& tensor, at::ScalarType dtype) { return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype); }
 
-// The sum of share[q] loss[q], without autograd.
+// What the losses of queries, which are times their shares where there are any, become; without autograd.
 Tensor put_together(const Tensor& loss, const OptionalTensor& share) {
-  if (!given(share)) {
-    return loss;
-  }
-  const Tensor shares = as_dtype(*share, loss.scalar_type());
-  if (!check::can_read(loss) || !check::can_read(shares) || !shares.is_contiguous()) {
-    return (loss * shares).sum();
+  if (!given(share) || !check::can_read(loss)) {
+    return given(share) ? loss.sum() : loss;
   }
   const Tensor sum = at::empty({}, loss.options());
   dispatch_sums(loss.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    *data<T>(sum) = T(std::inner_product(const_data<T>(loss), const_data<T>(loss) + loss.numel(), const_data<T>(shares), 0.0));
+    *data<T>(sum) = T(std::accumulate(const_data<T>(loss), const_data<T>(loss) + loss.numel(), 0.0));
   });
   return sum;
 }
@@ -90,8 +87,7 @@ Tensor call_loss(const Tensor& input, const Tensor& weight, const OptionalTensor
 // Whether it is known that gradients times `grad` are the gradients: of a loss that nothing comes after, as a rule. A derivative of theirs must find what
 // they depend on. Ignored queries may hold a NaN, which a factor of zero makes up for.
 bool has_nothing_to_scale(const Tensor& grad, const Tensor& target, int64_t ignore_index) {
-  if (grad.dim() != 0 || !grad.is_cpu() || !check::host_reads() || at::GradMode::is_enabled() || at::isTensorSubclassLike(grad) ||
-      at::isTensorSubclassLike(target)) {
+  if (grad.dim() != 0 || !grad.is_cpu() || at::GradMode::is_enabled() || at::isTensorSubclassLike(grad) || at::isTensorSubclassLike(target)) {
     return false;
   }
   const bool is_one = grad.scalar_type() == at::kFloat ? check::readable(grad).const_data_ptr<float>()[0] == 1 : grad.item<double>() == 1;
@@ -119,13 +115,19 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const Tensor &input = saved[0], &weight = saved[1], &grad_input = saved[2], &grad_scores = saved[3];
+    const Tensor &input = saved[0], &weight = saved[1];
+    Tensor grad_input = saved[2], grad_scores = saved[3], query = input;
     const bool want_bias = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2);
     const bool want_table = ctx->needs_input_grad(1) || want_bias;
     torch::autograd::variable_list result(3);
     OptionalTensor grad; // [Q]: what the gradients are times; none: one
     const int64_t ignore_index = ctx->saved_data["ignore_index"].toInt();
-    if (!has_nothing_to_scale(grads[0], saved[6], ignore_index)) {
+    const bool on_device = !input.is_cpu() || !check::host_reads();
+    if (on_device) { // nobody knows there whether the factor is one
+      const Tensor shared = saved[5].defined() && want_table ? input : input.new_empty({0, input.size(1)});
+      std::tie(grad_input, grad_scores, query) = scale_loss_gradients(grads[0], saved[6], ignore_index, grad_input, grad_scores, shared);
+      query = query.size(0) == 0 ? input : query;
+    } else if (!has_nothing_to_scale(grads[0], saved[6], ignore_index)) {
       // A mean over no query at all sends infinity.
       grad = grads[0].expand_symint({saved[6].sym_size(0)}).masked_fill(saved[6].eq(ignore_index), 0);
     }
@@ -133,7 +135,7 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
       const std::array<bool, 3> wanted{false, ctx->needs_input_grad(1), want_bias};
       const OptionalTensor shared_ids = optional(saved[5]);
       const bool sparse = is_row_sparse(ctx->saved_data["sparse_grad"].toOptional<bool>(), candidate_rows(saved[4], shared_ids), weight);
-      const auto gradients = candidate_scores_backward(grad_scores, input, weight, saved[4], shared_ids, wanted, grad, !sparse);
+      const auto gradients = candidate_scores_backward(grad_scores, query, weight, saved[4], shared_ids, wanted, grad, !sparse);
       result = sparse ? row_gradients_as_grads(gradients, weight, wanted, true) : table_gradients_as_grads(gradients, wanted);
     }
     if (ctx->needs_input_grad(0)) {
@@ -205,7 +207,11 @@ CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArgum
   const Tensor ids = targets_that_count(target, options.ignore_index), counts = target.ne(options.ignore_index);
   const Tensor row_ids = given(candidates.private_ids) ? at::cat({ids.unsqueeze(1), *candidates.private_ids}, 1) : ids.unsqueeze(1);
   const Tensor scores = candidate_scores(input, weight, bias, row_ids, shared_ids, false);
-  const Tensor loss = at::where(counts, estimator_loss(scores, ids, candidates, options), 0.0);
+  Tensor loss = at::where(counts, estimator_loss(scores, ids, candidates, options), 0.0);
+  if (given(share)) {
+    const Tensor shares = share->to(loss.scalar_type());
+    loss = at::where(shares.eq(0), 0.0, loss * shares); // a query that weighs nothing may have a loss that is no number
+  }
   Tensor grad_input = scores.new_empty({0, input.size(1)}), grad_scores = scores.new_empty({0, scores.size(1)});
   if (wanted[0] || wanted[1]) {
     const Tensor wide = counts.to(scores.scalar_type());

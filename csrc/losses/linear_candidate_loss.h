@@ -35,7 +35,7 @@ struct LinearLossArguments {
                       const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share);
 };
 
-/// loss [Q]; the gradient of loss[q], times share[q], for input[q], [Q, D], and for scores[q], [Q, 1 + P + S], all in the dtype of the loss; row_ids
+/// loss [Q] and the gradient of loss[q], both times share[q], for input[q], [Q, D], and for scores[q], [Q, 1 + P + S], all in the dtype of the loss; row_ids
 /// [Q, 1 + P]. Gradients that are not wanted have size 0.
 using CandidateLossState = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 

@@ -48,7 +48,7 @@ struct QueryPass {
       A* score = scores + q * width;
       A* gradient = grad_input ? grad_input + q * features : nullptr;
       if (target[q] == ignore_index) {
-        rows.loss[q] = 0;
+        rows.loss[q] = rows.ignored_loss(q);
         std::fill_n(score, width, A(0)); // which may be the gradient
         std::fill_n(gradient, gradient ? features : 0, A(0));
         continue;

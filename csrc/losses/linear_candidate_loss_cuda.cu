@@ -170,7 +170,7 @@ __device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, in
       pass.row_ids[q * pass.row_width + j] = id;
     }
     if (lanes.leads()) {
-      pass.rows.loss[q] = 0;
+      pass.rows.loss[q] = pass.rows.ignored_loss(q);
     }
     return;
   }

@@ -5,6 +5,8 @@
 #include "core/dtypes.h"
 #include "core/options.h"
 #include "core/shape_checks.h"
+#include "core/host_reads.h"
+#include "losses/loss_shares.h"
 #include "losses/several_positives.h"
 
 #include <ATen/TensorOperators.h>
@@ -121,20 +123,17 @@ int64_t count_others(const Tensor& target, int64_t value) {
 
 OptionalTensor equal_shares(const Tensor& target, const ReductionOptions& options, at::ScalarType dtype) {
   const int64_t code = reduction_code("reduced_loss", options.reduction);
-  const auto floats = target.options().dtype(dtype);
   if (code == at::Reduction::None || target.sym_size(0).maybe_as_int() == 0) { // a mean over nothing is not 0
     return std::nullopt;
   }
+  const auto floats = target.options().dtype(dtype);
   if (check::can_read(target)) {
     const Tensor shares = at::empty(target.sizes(), floats);
     const double share = code == at::Reduction::Sum ? 1.0 : 1.0 / double(count_others(target, options.ignore_index));
     dispatch_sums(dtype, [&](auto zero) { std::fill_n(data<decltype(zero)>(shares), shares.numel(), decltype(zero)(share)); });
     return shares;
   }
-  if (code == at::Reduction::Sum) {
-    return at::full_symint({target.sym_size(0)}, 1.0, floats);
-  }
-  return target.ne(options.ignore_index).sum().to(dtype).reciprocal().expand_symint({target.sym_size(0)});
+  return code == at::Reduction::Sum ? at::full_symint({target.sym_size(0)}, 1.0, floats) : mean_shares(target, options.ignore_index, dtype);
 }
 
 Tensor counted_rows(const Tensor& input, const Tensor& target, const c10::SymInt& ignore_index) {
@@ -164,13 +163,15 @@ std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& gi
     counted = at::where(positives.lt(0), positives.narrow(1, 0, 1), positives); // samplers know no padding
   } else {
     counted = target.reshape({-1});
-    counted = counted.masked_fill(counted.eq(ignore_index), -1);
+    // On a device, what draws takes every negative id for one that is ignored.
+    const bool is_told = !values && ignore_index < 0 && (!input.is_cpu() || !check::host_reads());
+    counted = is_told ? counted : counted.masked_fill(counted.eq(ignore_index), -1);
+  }
+  if (!values) {
+    return {input.detach().reshape_symint({counted.sym_size(0), input.sym_size(-1)}), counted};
   }
   const Tensor counts = (counted.dim() == 2 ? counted.select(1, 0) : counted).ge(0).unsqueeze(1);
   const Tensor queries = input.detach().reshape_symint({counts.sym_size(0), input.sym_size(-1)});
-  if (!values) {
-    return {queries, counted};
-  }
   if (check::can_read(counts) && counts.all().item<bool>()) {
     return {queries.contiguous(), counted};
   }

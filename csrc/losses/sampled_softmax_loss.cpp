@@ -1,6 +1,5 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
-#include "core/host_reads.h"
 #include "core/optional.h"
 #include "core/options.h"
 #include "losses/candidate_loss.h"
@@ -85,6 +84,11 @@ Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const Opt
   }
   check_batch(kOp, input, given_target, weight, options.ignore_index);
   check_sampled_loss(input, weight, given_target, class_weight, log_z, /*soft=*/false, options);
+  return loss_of_proposal(input, weight, bias, given_target, sets, options, class_weight, log_z);
+}
+
+Tensor loss_of_proposal(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& given_target, const Proposal& sets,
+                        const SampledSoftmaxOptions& options, const OptionalTensor& class_weight, const OptionalTensor& log_z) {
   Tensor target = given_target;
   const bool several = has_several(input, target, options.ignore_index);
   const Estimator& estimator = find_estimator(kOp, options.estimator);
@@ -101,7 +105,7 @@ Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const Opt
   const Tensor flat = as_vector(target), queries = as_queries(input, flat.sym_size(0));
   const Candidates candidates = lay_out(sets, flat.sym_size(0), estimator.traits);
   const bool by_scores = given(log_z) || !estimator.has_kernels() || transforms(options) || options.z_loss != 0;
-  if (!by_scores && !given(class_weight) && input.is_cpu() && check::host_reads()) { // on a device, whether there is nothing left to scale would not be known
+  if (!by_scores && !given(class_weight)) {
     if (const OptionalTensor share = equal_shares(flat, options, opmath_dtype(weight.scalar_type())); given(share)) {
       return linear_candidate_loss(queries, weight, bias, flat, candidates, options, share);
     }

@@ -80,7 +80,10 @@ Tensor sampled_step(const SampledStep& step, const StepSampler& sampler, const S
     const Tensor listed = given(step.target_prob) ? soft_targets(kOp, step.input, step.target, *step.target_prob, options.ignore_index) : step.target;
     sets = propose(step, sampler, options, listed);
   }
-  return sampled_softmax_loss(step.input, step.weight, step.bias, step.target, sets, options, step.class_weight, step.log_z, step.target_prob);
+  if (given(step.target_prob)) {
+    return sampled_softmax_loss(step.input, step.weight, step.bias, step.target, sets, options, step.class_weight, step.log_z, step.target_prob);
+  }
+  return loss_of_proposal(step.input, step.weight, step.bias, step.target, sets, options, step.class_weight, step.log_z);
 }
 
 namespace {

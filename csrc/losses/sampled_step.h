@@ -58,6 +58,10 @@ struct StepSampler {
 void check_sampled_loss(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& target, const OptionalTensor& class_weight,
                         const OptionalTensor& log_z, bool soft, const SampledSoftmaxOptions& options);
 
+/// sampled_softmax_loss of a batch and options that are checked already (check_batch, check_sampled_loss); without target_prob.
+at::Tensor loss_of_proposal(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target, const Proposal& sets,
+                            const SampledSoftmaxOptions& options, const OptionalTensor& class_weight, const OptionalTensor& log_z);
+
 /// With autograd.
 at::Tensor sampled_step(const SampledStep& step, const StepSampler& sampler, const SampledSoftmaxOptions& options);
 

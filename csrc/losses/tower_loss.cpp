@@ -75,7 +75,7 @@ TowerState call_forward(const Tensor& query, const Tensor& target_vector, const 
   return op.call(query, target_vector, target, vectors, private_vectors, candidates, distinct, grad, options, wanted);
 }
 
-// The losses of the queries [Q], where `grad` is of no matter.
+// The losses of the queries [Q].
 Tensor losses_any(const Tensor& query, const Tensor& target_vector, const Tensor& target, const OptionalTensor& vectors, const OptionalTensor& private_vectors,
                   const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
   check::dim(kOp, "query", query, 2);
@@ -87,8 +87,7 @@ Tensor losses_any(const Tensor& query, const Tensor& target_vector, const Tensor
 Tensor weighted_any(const Tensor& query, const Tensor& target_vector, const Tensor& target, const OptionalTensor& vectors,
                     const OptionalTensor& private_vectors, const OptionalTensors& candidates, at::IntArrayRef distinct, const Tensor& factor,
                     std::string_view options) {
-  const Tensor loss = std::get<0>(call_forward(query, target_vector, target, vectors, private_vectors, candidates, distinct, factor, options, {}));
-  return (loss * factor).sum();
+  return std::get<0>(call_forward(query, target_vector, target, vectors, private_vectors, candidates, distinct, factor, options, {})).sum();
 }
 
 TowerWants wants(const Tensor& query, const Tensor& target_vector, const OptionalTensor& vectors, const OptionalTensor& private_vectors) {
@@ -119,7 +118,7 @@ class WeightedTowerLoss : public torch::autograd::Function<WeightedTowerLoss> {
     auto [loss, of_query, of_target, of_vectors, of_private] = call_forward(query, target_vector, target, vectors, private_vectors, candidates, distinct,
                                                                             factor, options, wants(query, target_vector, vectors, private_vectors));
     ctx->save_for_backward({of_query, of_target, of_vectors, of_private, query, target_vector, vectors.value_or(Tensor()), private_vectors.value_or(Tensor())});
-    return (loss * factor).sum();
+    return loss.sum();
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
@@ -290,7 +289,8 @@ TowerState tower_loss_forward_reference(const TowerArguments& arguments, const T
   const Tensor v = given(vectors) ? vectors->to(dtype) : q.new_empty({0, q.size(1)});
   const Tensor p = given(private_vectors) ? private_vectors->to(dtype) : q.new_empty({q.size(0), 0, q.size(1)});
   const Tensor scores = at::cat({(q * t).sum(1, true), at::bmm(p, q.unsqueeze(2)).squeeze(2), at::mm(q, v.t())}, 1);
-  const Tensor loss = estimator_loss(scores, target, candidates, options);
+  const Tensor of_query = estimator_loss(scores, target, candidates, options), shares = grad.to(of_query.scalar_type());
+  const Tensor loss = at::where(shares.eq(0), 0.0, of_query * shares); // a query that weighs nothing may have a loss that is no number
   const auto none = [&](const OptionalTensor& of) {
     std::vector<int64_t> shape = given(of) ? of->sizes().vec() : std::vector<int64_t>{0, q.size(1)};
     shape[0] = 0;

@@ -25,7 +25,7 @@ struct TowerArguments {
                  const OptionalTensor& private_vectors, const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options);
 };
 
-/// loss [Q], without grad; and the gradients of (loss * grad).sum() for query, target_vector, vectors and private_vectors, without rows where not wanted.
+/// loss [Q], times grad; and the gradients of (loss * grad).sum() for query, target_vector, vectors and private_vectors, without rows where not wanted.
 using TowerState = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using TowerWants = std::array<bool, 4>;
 

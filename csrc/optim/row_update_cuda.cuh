@@ -478,7 +478,8 @@ struct GradientOnDevice {
       rows = ids;
     } else {
       const SortedIds sorted(ids, num_rows - 1);
-      std::tie(rows, order) = std::tie(sorted.ids, sorted.order);
+      rows = sorted.ids();
+      order = sorted.order;
     }
     const int64_t count = rows.numel(), width = values.dim() == 2 ? values.size(1) : 1;
     chunks = at::empty({count / kWarp, width}, values.options().dtype(opmath_dtype(values.scalar_type())));

@@ -1,7 +1,6 @@
 #include "core/impl.h"
-#include "samplers/draws.h"
 #include "samplers/log_uniform_sample.h"
-#include "samplers/sampling_cuda.cuh"
+#include "samplers/static_draws.cuh"
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -9,25 +8,17 @@
 namespace xsoftmax {
 namespace {
 
-struct LogUniform {
-  int64_t low, high;
-  double start, span;
-  __device__ int64_t operator()(uint64_t seed, uint64_t query, uint64_t draw) const { return log_uniform_draw(seed, query, draw, low, high, start, span); }
-};
-
 at::Tensor log_uniform_sample_cuda(const at::Tensor& seed, int64_t low, int64_t high, std::optional<int64_t> num_queries, int64_t num_samples) {
   check_log_uniform_sample(seed, low, high, num_queries, num_samples);
   const c10::cuda::CUDAGuard guard(seed.device());
   const at::Tensor ids = empty_samples(seed, num_queries, num_samples);
-  // Logarithms on the host, as the CPU kernel takes them: the draws then have the same bits.
-  const double start = std::log1p(double(low)), span = std::log1p(double(high)) - start;
-  cuda::fill_draws(ids, seed, LogUniform{low, high, start, span});
+  cuda::fill_draws(ids, seed, cuda::LogUniformDraw(low, high));
   return ids;
 }
 
-__global__ void log_uniform_count_kernel(float* counts, const int64_t* ids, int64_t total, int64_t low, int64_t high, double log_scale) {
+__global__ void log_uniform_count_kernel(float* counts, const int64_t* ids, int64_t total, cuda::LogUniformCount count) {
   for (int64_t i = cuda::global_thread(); i < total; i += cuda::grid_threads()) {
-    counts[i] = log_uniform_count(ids[i], low, high, log_scale);
+    counts[i] = count(ids[i]);
   }
 }
 
@@ -40,7 +31,7 @@ at::Tensor log_uniform_log_count_cuda(const at::Tensor& ids, int64_t low, int64_
   const at::Tensor flat = ids.contiguous(), counts = at::empty(ids.sizes(), ids.options().dtype(at::kFloat));
   if (flat.numel() > 0) {
     log_uniform_count_kernel<<<cuda::grid_size(flat.numel(), cuda::kThreads), cuda::kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        counts.mutable_data_ptr<float>(), flat.const_data_ptr<int64_t>(), flat.numel(), low, high, log_scale);
+        counts.mutable_data_ptr<float>(), flat.const_data_ptr<int64_t>(), flat.numel(), cuda::LogUniformCount{low, high, log_scale});
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   return counts;

@@ -109,7 +109,9 @@ std::vector<Tensor> empty_tables(at::Device device) {
 
 // ---- draws
 
-StaticOptions parsed(const char* op, at::TensorList tables, std::string_view text) {
+} // namespace
+
+StaticOptions static_options(const char* op, at::TensorList tables, std::string_view text) {
   const StaticOptions options = parse_options<StaticOptions>(op, text);
   TORCH_CHECK_VALUE(tables.size() == kStaticTables, op, ": expected ", int(kStaticTables), " tables, got ", tables.size());
   TORCH_CHECK_VALUE(options.law == "uniform" || options.law == "log_uniform" || options.law == "table" || options.law == "fixed", op,
@@ -117,8 +119,20 @@ StaticOptions parsed(const char* op, at::TensorList tables, std::string_view tex
   return options;
 }
 
+namespace {
+
 double log_of(int64_t count) { return std::log(double(count)); }
+
 double uniform_log_count(const StaticOptions& options) { return log_of(options.num_samples) - log_of(options.num_classes - options.low); }
+
+} // namespace
+
+double static_log_scale(const StaticOptions& options) {
+  return options.law == "uniform" ? uniform_log_count(options)
+                                  : log_of(options.num_samples) - std::log(std::log1p(double(options.num_classes)) - std::log1p(double(options.low)));
+}
+
+namespace {
 
 struct Drawn {
   Tensor ids;
@@ -187,8 +201,7 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
     return counts;
   }
   if (options.law == "log_uniform") {
-    const double log_span = std::log(std::log1p(double(options.num_classes)) - std::log1p(double(options.low)));
-    return log_uniform_log_count(ids, options.low, options.num_classes, log_of(options.num_samples) - log_span);
+    return log_uniform_log_count(ids, options.low, options.num_classes, static_log_scale(options));
   }
   const Tensor log_count = at::full({}, uniform_log_count(options), ids.options().dtype(at::kFloat));
   return log_count.masked_fill(ids.lt(options.low).logical_or_(ids.ge(options.num_classes)), -kInfinity);
@@ -266,7 +279,7 @@ void static_follow_cpu(const Tensor& target, const OptionalTensor& counted, cons
 
 Draws static_sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables, std::string_view text) {
   if (given(target)) {
-    const StaticOptions options = parsed("static_sample", tables, text);
+    const StaticOptions options = static_options("static_sample", tables, text);
     check::int64("static_sample", "target", *target);
     check::class_ids("static_sample", "target", *target, options.num_classes, -1);
   }
@@ -274,7 +287,7 @@ Draws static_sample_cpu(const Tensor& seed, const Tensor& queries, const Optiona
 }
 
 Tensor static_log_count_cpu(const Tensor& ids, at::TensorList tables, std::string_view text) {
-  const StaticOptions options = parsed("static_log_count", tables, text);
+  const StaticOptions options = static_options("static_log_count", tables, text);
   check::int64("static_log_count", "ids", ids);
   check::class_ids("static_log_count", "ids", ids, options.num_classes, -1);
   return static_log_count(ids, tables, text);
@@ -389,7 +402,7 @@ void static_grow_(at::TensorList tables, at::TensorList tail, int64_t num_classe
 std::tuple<std::vector<Tensor>, std::string> static_resize(std::string owner, at::TensorList tables, int64_t num_classes, std::string_view law,
                                                            std::string_view text) {
   const char* const op = owner.c_str();
-  StaticOptions options = parsed(op, tables, text);
+  StaticOptions options = static_options(op, tables, text);
   check_at_least(op, "num_classes", num_classes, 1);
   TORCH_CHECK_VALUE(law.empty() || law == "log_uniform", op, ": expected law to be \"log_uniform\" or empty, got \"", law, "\"");
   const int64_t before = options.num_classes, kept = std::min(before, num_classes);
@@ -426,7 +439,7 @@ std::tuple<std::vector<Tensor>, std::string> static_resize(std::string owner, at
 
 Draws static_sample(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables, std::string_view text) {
   constexpr const char* op = "static_sample";
-  const StaticOptions options = parsed(op, tables, text);
+  const StaticOptions options = static_options(op, tables, text);
   check::dim(op, "queries", queries, 2);
   const Drawn drawn = draw(options, seed, options.shared ? OptionalSize() : OptionalSize(queries.sym_size(0)), tables);
   Tensor of_target = at::empty({0}, seed.options().dtype(at::kFloat));
@@ -439,7 +452,7 @@ Draws static_sample(const Tensor& seed, const Tensor& queries, const OptionalTen
 
 Tensor static_log_count(const Tensor& ids, at::TensorList tables, std::string_view text) {
   constexpr const char* op = "static_log_count";
-  const StaticOptions options = parsed(op, tables, text);
+  const StaticOptions options = static_options(op, tables, text);
   check::int64(op, "ids", ids);
   Tensor log_scale;
   if (options.law == "table") { // a draw for no query: what is wanted is its scale

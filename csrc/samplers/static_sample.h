@@ -46,6 +46,12 @@ struct StaticOptions {
   }
 };
 
+/// Parsed, with a known law and as many tables as there are.
+StaticOptions static_options(const char* op, at::TensorList tables, std::string_view text);
+
+/// Of law "uniform" the log of a class's expected count; of "log_uniform" what log_uniform_log_count (log_uniform_sample.h) adds to its logarithm.
+double static_log_scale(const StaticOptions& options);
+
 /// static_tables(owner, weights, power, classes, options) -> (tables, options)
 ///
 /// What a sampler's constructor does. `owner`: the class that errors name. `weights` [N]: of law "table", any real dtype, finite, not

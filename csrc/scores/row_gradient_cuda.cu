@@ -5,7 +5,6 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty.h>
 
@@ -24,9 +23,8 @@ struct Term {
 
 // Positions sorted by class. A run is all of one class.
 struct Runs {
-  const int64_t* ids;   // of the sorted positions
-  const int64_t* order; // the position that stands there
-  const int64_t* slot;  // the row of the gradient that its run has; nullptr: the run's first place
+  SortedIdsView ids;   // of the sorted positions, with the position that stands there
+  const int64_t* slot; // the row of the gradient that its run has; nullptr: the run's first place
   int64_t count;
   int64_t none; // the id of what is no pair, above all others
 
@@ -49,6 +47,7 @@ struct RowGradient {
   const opmath* shared_values;
   const opmath* shared_bias;
   int64_t width; // of the values; 0: not wanted
+  int64_t* rows; // the sorted ids once more; nullptr: not wanted
   T* values;
   T* bias; // nullptr: not wanted
   // The sums of runs that go beyond a chunk: of chunk c in row 2 c where the run began before it, else in row 2 c + 1.
@@ -77,8 +76,11 @@ __global__ void row_gradient_kernel(const __grid_constant__ RowGradient<T> g) {
   for (int64_t chunk = global_thread() / kWarp; chunk < chunks; chunk += grid_threads() / kWarp) {
     const int64_t begin = chunk * kWarp, at = begin + lane();
     const bool there = at < g.runs.count && g.runs.ids[at] != g.runs.none;
+    if (g.rows != nullptr && blockIdx.y == 0 && at < g.runs.count) {
+      g.rows[at] = g.runs.ids[at];
+    }
     const int members = __popc(__ballot_sync(kAllLanes, there)); // the first lanes
-    const Term<opmath> term = there ? g.term(g.runs.order[at]) : Term<opmath>{0, opmath(0)};
+    const Term<opmath> term = there ? g.term(g.runs.ids.order[at]) : Term<opmath>{0, opmath(0)};
     const int64_t row_of_run = there ? g.runs.row(at) : 0;
     const unsigned firsts = __ballot_sync(kAllLanes, there && g.runs.begins(at));
     const bool goes_on = members == kWarp && g.runs.joins(begin + kWarp);
@@ -181,7 +183,7 @@ __global__ void join_chunks_kernel(const __grid_constant__ RowGradient<T> g) {
   using opmath = at::opmath_type<T>;
   constexpr int kWarps = kThreads / kWarp;
   __shared__ opmath sums[kWarps][kWarp];
-  const int64_t* ids = g.runs.ids;
+  const SortedIdsView& ids = g.runs.ids;
   const int64_t chunks = (g.runs.count + kWarp - 1) / kWarp, d = int64_t(blockIdx.y) * kWarp + lane();
   const int warp = int(threadIdx.x) / kWarp;
   const bool of_values = d < g.width, of_bias = g.bias != nullptr && d == g.width;
@@ -255,8 +257,7 @@ __global__ void pad_rows_kernel(int64_t* rows, T* values, T* bias, Runs runs, in
 }
 
 Runs runs_of(const SortedIds& sorted, const CudaPairs& pairs, const Tensor& slot) {
-  return {sorted.ids.const_data_ptr<int64_t>(), sorted.order.const_data_ptr<int64_t>(), slot.defined() ? slot.const_data_ptr<int64_t>() : nullptr,
-          sorted.ids.numel(), pairs.num_classes};
+  return {sorted.view(), slot.defined() ? slot.const_data_ptr<int64_t>() : nullptr, sorted.count(), pairs.num_classes};
 }
 
 struct Sources {
@@ -269,9 +270,9 @@ struct Sources {
   const Tensor& shared_bias;
 };
 
-// Into `values` [rows, D] and `bias` [rows], each of which may be of no rows: not wanted.
-void sum_runs(const Tensor& values, const Tensor& bias, const Runs& runs, const Sources& from) {
-  if (values.numel() == 0 && bias.numel() == 0) {
+// Into `values` [rows, D] and `bias` [rows], each of which may be of no rows: not wanted. `rows`, where defined: takes the ids of the sorted positions.
+void sum_runs(const Tensor& rows, const Tensor& values, const Tensor& bias, const Runs& runs, const Sources& from) {
+  if (runs.count == 0 || (!rows.defined() && values.numel() == 0 && bias.numel() == 0)) {
     return;
   }
   const int64_t width = values.numel() > 0 ? from.input.size(1) : 0, chunks = (runs.count + kWarp - 1) / kWarp;
@@ -289,6 +290,7 @@ void sum_runs(const Tensor& values, const Tensor& bias, const Runs& runs, const 
                                          pointer(from.shared_values),
                                          pointer(from.shared_bias),
                                          width,
+                                         rows.defined() ? rows.mutable_data_ptr<int64_t>() : nullptr,
                                          values.mutable_data_ptr<scalar_t>(),
                                          want_bias ? bias.mutable_data_ptr<scalar_t>() : nullptr,
                                          part_values.mutable_data_ptr<opmath>(),
@@ -301,7 +303,7 @@ void sum_runs(const Tensor& values, const Tensor& bias, const Runs& runs, const 
       row_gradient_kernel<scalar_t, N><<<grid, kThreads, 0, stream>>>(gradient);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
-    if (chunks > 1) {
+    if (chunks > 1 && (width > 0 || want_bias)) {
       const dim3 grid(grid_size(chunks - 1, kWarp), unsigned((width + (want_bias ? 1 : 0) + kWarp - 1) / kWarp));
       join_chunks_kernel<scalar_t><<<grid, kThreads, 0, stream>>>(gradient);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -314,12 +316,13 @@ void sum_runs(const Tensor& values, const Tensor& bias, const Runs& runs, const 
 std::tuple<Tensor, Tensor, Tensor> row_gradient_cuda(const Tensor& grad, int64_t grad_stride, const Tensor& scale, const Tensor& input, const CudaPairs& pairs,
                                                      const Tensor& shared_ids, const Tensor& shared_values, const Tensor& shared_bias,
                                                      std::array<bool, 2> wanted) {
-  const SortedIds sorted(at::cat({pairs.ids.flatten(), shared_ids}), pairs.num_classes - 1);
-  const int64_t rows = sorted.ids.numel();
-  const Tensor values = at::empty({wanted[0] ? rows : 0, input.size(1)}, input.options()), bias = at::empty({wanted[1] ? rows : 0}, input.options());
-  sum_runs(values, bias, runs_of(sorted, pairs, Tensor()), {grad, grad_stride, scale, input, pairs, shared_values, shared_bias});
-  note_sorted_ids(sorted.ids, pairs.num_classes);
-  return {sorted.ids, values, bias};
+  const SortedIds sorted(pairs.ids, pairs.num_classes - 1, shared_ids);
+  const int64_t count = sorted.count();
+  const Tensor rows = at::empty({count}, pairs.ids.options());
+  const Tensor values = at::empty({wanted[0] ? count : 0, input.size(1)}, input.options()), bias = at::empty({wanted[1] ? count : 0}, input.options());
+  sum_runs(rows, values, bias, runs_of(sorted, pairs, Tensor()), {grad, grad_stride, scale, input, pairs, shared_values, shared_bias});
+  note_sorted_ids(rows, pairs.num_classes);
+  return {rows, values, bias};
 }
 
 std::tuple<Tensor, Tensor, Tensor> compact_row_gradient_cuda(const Tensor& grad, int64_t grad_stride, const Tensor& input, const CudaPairs& pairs,
@@ -330,7 +333,7 @@ std::tuple<Tensor, Tensor, Tensor> compact_row_gradient_cuda(const Tensor& grad,
   if (row_count == 0) {
     return {rows, values, bias};
   }
-  const SortedIds sorted(pairs.ids.flatten(), pairs.num_classes);
+  const SortedIds sorted(pairs.ids, pairs.num_classes);
   const Tensor begins = at::empty({total}, rows.options().dtype(at::kInt));
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const unsigned grid = grid_size(total, kThreads);
@@ -346,7 +349,7 @@ std::tuple<Tensor, Tensor, Tensor> compact_row_gradient_cuda(const Tensor& grad,
         wanted[0] ? width : 0);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
-  sum_runs(values, bias, runs, {grad, grad_stride, Tensor(), input, pairs, Tensor(), Tensor()});
+  sum_runs(Tensor(), values, bias, runs, {grad, grad_stride, Tensor(), input, pairs, Tensor(), Tensor()});
   note_sorted_ids(rows, pairs.num_classes);
   return {rows, values, bias};
 }

@@ -18,7 +18,36 @@ from host_cost import count_launches, sampled_step
 def test_a_step_launches_little(make, most):
     torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
     torch.ops.cuda_emulator.take_over()
-    assert 10 < count_launches(sampled_step(make(), queries=64), "cpu", host_reads=True) <= most
+    assert 10 < count_launches(sampled_step(make(), queries=64), "cpu") <= most
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignore_index", [-100, 0])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_loss_that_looks_at_no_target_is_the_same(shared, ignore_index, reduction):
+    """Targets of a device are not looked at: what is ignored, and holds no number, is left out by the kernels."""
+    torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
+    torch.ops.cuda_emulator.take_over()
+    sampler = xs.samplers.UniformSampler(100, 16) if shared else xs.samplers.LogUniformSampler(100, 5, shared=False)
+    loss = xs.SampledSoftmaxLoss(8, 100, sampler=sampler, reduction=reduction, ignore_index=ignore_index)
+    input, target = torch.randn(6, 8), torch.tensor([5, ignore_index, 99, 5, ignore_index, 16])
+    input[1] = float("nan")
+
+    def run(host_reads: bool) -> list[torch.Tensor]:
+        queries = input.clone().requires_grad_()
+        loss.zero_grad()
+        torch.manual_seed(0)
+        torch.ops.cuda_emulator.let_host_read(host_reads)
+        try:
+            value = loss(queries, target)
+            (3 * value.sum()).backward()
+        finally:
+            torch.ops.cuda_emulator.let_host_read(True)
+        return [value.detach(), queries.grad, loss.linear.weight.grad.to_dense()]
+
+    for blind, seeing in zip(run(False), run(True)):
+        assert seeing.isfinite().all() and seeing.abs().sum() > 0
+        torch.testing.assert_close(blind, seeing)
 
 
 def test_rows_that_are_no_longer_sorted_stop_the_kernel():

@@ -280,6 +280,8 @@ def samples():
         resize_tables_=([weight, bias], [torch.randn(3, D), torch.randn(3)], [N + 3, N + 3]),
         sampled_softmax_loss=(input, weight, bias, target, *sets, class_weight, torch.tensor(0.5), options.replace("0.1", "0")),
         scale_gradient=(input, torch.rand(Q, 1), input),
+        mean_shares=(target, -100, torch.float32),
+        scale_loss_gradients=(torch.rand(Q), target, -100, input, torch.rand(Q, 5), input),
         search_budget=(input, weight, bias, ops.search_index(weight, bias, integers(K, N, dtype=torch.int32), K), 3, 0.9),
         search_index=(weight, bias, integers(K, N, dtype=torch.int32), K),
         search_topk=(input, weight, bias, ops.search_index(weight, bias, integers(K, N, dtype=torch.int32), K), 3, "max_cells=2"),

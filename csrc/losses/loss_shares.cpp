@@ -1,0 +1,81 @@
+#include "losses/loss_shares.h"
+
+#include "core/checks.h"
+#include "core/shape_checks.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/where.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+Tensor mean_shares_any(const Tensor& target, int64_t ignore_index, at::ScalarType dtype) {
+  check::dim("mean_shares", "target", target, 1);
+  check::int64("mean_shares", "target", target);
+  return target.ne(ignore_index).sum().to(dtype).reciprocal().expand_symint({target.sym_size(0)}).contiguous();
+}
+
+std::tuple<Tensor, Tensor, Tensor> scale_any(const Tensor& grad, const Tensor& target, int64_t ignore_index, const Tensor& grad_input,
+                                             const Tensor& grad_scores, const Tensor& input) {
+  check_scale_loss_gradients(grad, target, grad_input, grad_scores, input);
+  const Tensor factor = at::where(target.eq(ignore_index), 0.0, grad).unsqueeze(1), gone = factor.eq(0);
+  const auto scaled = [&](const Tensor& rows) { return rows.sym_size(0) == 0 ? rows.clone() : (rows * factor.to(rows.scalar_type())).masked_fill(gone, 0); };
+  return {scaled(grad_input), scaled(grad_scores), input.sym_size(0) == 0 ? input.clone() : input.masked_fill(gone, 0)};
+}
+
+} // namespace
+
+void check_scale_loss_gradients(const Tensor& grad, const Tensor& target, const Tensor& grad_input, const Tensor& grad_scores, const Tensor& input) {
+  constexpr const char* op = "scale_loss_gradients";
+  check::floating(op, "grad", grad);
+  check::dim(op, "target", target, 1);
+  check::int64(op, "target", target);
+  check::same_device(op, "target", target, "grad", grad);
+  if (grad.dim() != 0) {
+    check::dim(op, "grad", grad, 1);
+    check::size(op, "grad", grad, 0, target.sym_size(0), "the targets");
+  }
+  const auto rows = [&](const char* name, const Tensor& tensor) {
+    check::dim(op, name, tensor, 2);
+    check::floating(op, name, tensor);
+    check::same_device(op, name, tensor, "grad", grad);
+    if (tensor.sym_size(0) != 0) {
+      check::size(op, name, tensor, 0, target.sym_size(0), "the targets");
+    }
+  };
+  rows("grad_input", grad_input);
+  rows("grad_scores", grad_scores);
+  rows("input", input);
+  check::same_dtype(op, "grad_scores", grad_scores, "grad_input", grad_input);
+}
+
+Tensor mean_shares(const Tensor& target, int64_t ignore_index, at::ScalarType dtype) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::mean_shares", "").typed<decltype(mean_shares_any)>();
+  return op.call(target, ignore_index, dtype);
+}
+
+std::tuple<Tensor, Tensor, Tensor> scale_loss_gradients(const Tensor& grad, const Tensor& target, int64_t ignore_index, const Tensor& grad_input,
+                                                        const Tensor& grad_scores, const Tensor& input) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::scale_loss_gradients", "").typed<decltype(scale_any)>();
+  return op.call(grad, target, ignore_index, grad_input, grad_scores, input);
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("mean_shares(Tensor target, int ignore_index, ScalarType dtype) -> Tensor");
+  m.def(
+      "scale_loss_gradients(Tensor grad, Tensor target, int ignore_index, Tensor grad_input, Tensor grad_scores, Tensor input) -> "
+      "(Tensor grad_input, Tensor grad_scores, Tensor input)");
+}
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("mean_shares", mean_shares_any);
+  m.impl("scale_loss_gradients", scale_any);
+}
+// Autograd does not know that the gradients were made from the input: asked for the second derivative, this raises (core/scale_gradient.h).
+TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) { m.impl("scale_loss_gradients", torch::autograd::autogradNotImplementedFallback()); }
+
+} // namespace xsoftmax
