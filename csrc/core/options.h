@@ -160,4 +160,16 @@ std::string print_options(Options options) {
   return printer.text;
 }
 
+/// The same for options of a step: those of the last one, as a rule, and to see that takes less time than to print them.
+template <typename Options>
+std::string text_of(const Options& options) {
+  static thread_local std::optional<Options> last;
+  static thread_local std::string text;
+  if (!last.has_value() || !(*last == options)) {
+    text = print_options(options);
+    last = options;
+  }
+  return text;
+}
+
 } // namespace xsoftmax

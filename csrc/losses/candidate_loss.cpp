@@ -160,11 +160,11 @@ EstimatorArguments::EstimatorArguments(const char* op, const Tensor& scores, con
 }
 
 Tensor estimator_loss(const Tensor& scores, const Tensor& target, const Candidates& candidates, const EstimatorOptions& options) {
-  return call_loss(scores, target, candidates.tensors(), candidates.distinct(), print_options(options));
+  return call_loss(scores, target, candidates.tensors(), candidates.distinct(), text_of(options));
 }
 
 Tensor estimator_loss_backward(const Tensor& grad, const Tensor& scores, const Tensor& target, const Candidates& candidates, const EstimatorOptions& options) {
-  return call_backward(grad, scores, target, candidates.tensors(), candidates.distinct(), print_options(options));
+  return call_backward(grad, scores, target, candidates.tensors(), candidates.distinct(), text_of(options));
 }
 
 Tensor candidate_loss(const Tensor& scores, const Tensor& target, const Proposal& sets, const EstimatorOptions& options) {

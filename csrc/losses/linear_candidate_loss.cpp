@@ -165,17 +165,6 @@ Tensor loss_autocast(const Tensor& input, const Tensor& weight, const OptionalTe
   return call_loss(input.to(weight.scalar_type()), weight, same, target, candidates, distinct, options, share);
 }
 
-// print_options, which takes longer than to see that they are those of the last step.
-const std::string& text_of(const SampledSoftmaxOptions& options) {
-  thread_local SampledSoftmaxOptions last;
-  thread_local std::string text;
-  if (text.empty() || !(options == last)) {
-    text = print_options(options);
-    last = options;
-  }
-  return text;
-}
-
 } // namespace
 
 LinearLossArguments::LinearLossArguments(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,

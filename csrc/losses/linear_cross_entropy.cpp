@@ -253,7 +253,7 @@ struct ReferenceTerms {
 
 Tensor linear_cross_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
                             const CrossEntropyOptions& options) {
-  return call_loss(input, weight, bias, target, class_weight, print_options(options));
+  return call_loss(input, weight, bias, target, class_weight, text_of(options));
 }
 
 c10::SymInt saved_classes(const c10::SymInt& queries, const c10::SymInt& classes, at::ScalarType dtype) {

@@ -280,7 +280,7 @@ Tensor linear_positives_loss(const Tensor& input, const Tensor& weight, const Op
   const Tensor positives = different_positives(some, options.ignore_index);
   const Tensor shares = positive_shares(positives, options, class_weight, opmath_dtype(input.scalar_type()));
   const Tensor queries = input.reshape_symint({positives.sym_size(0), input.sym_size(-1)});
-  const Tensor loss = call_forward(counted_rows(queries, positives.select(1, 0), -1), weight, bias, positives, shares, print_options(options));
+  const Tensor loss = call_forward(counted_rows(queries, positives.select(1, 0), -1), weight, bias, positives, shares, text_of(options));
   return reduced_positives(kOp, loss, shares, options.reduction, target.sym_sizes().slice(0, target.dim() - 1));
 }
 

@@ -184,7 +184,7 @@ Tensor logits_of(const Tensor& input, const Tensor& weight, const OptionalTensor
 
 std::tuple<Tensor, Tensor, Tensor> linear_softmax(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, bool entropy,
                                                   const LogitOptions& options) {
-  return call_softmax(input, weight, bias, ids, entropy, print_options(options));
+  return call_softmax(input, weight, bias, ids, entropy, text_of(options));
 }
 
 LogitOptions check_linear_softmax(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, std::string_view text) {

@@ -59,7 +59,7 @@ TopK linear_topk_autocast(const Tensor& input, const Tensor& weight, const Optio
 } // namespace
 
 TopK linear_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k, const LogitOptions& options) {
-  return call(input, weight, bias, std::move(k), transforms(options) ? print_options(options) : "");
+  return call(input, weight, bias, std::move(k), transforms(options) ? text_of(options) : "");
 }
 
 LogitOptions check_linear_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const c10::SymInt& k, std::string_view text) {

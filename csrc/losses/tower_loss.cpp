@@ -222,7 +222,7 @@ Tensor tower_loss(const Tensor& query, const Tensor& target_vector, const Tensor
   check::given_tensors(kOp, {{"query", &query}, {"target_vector", &target_vector}, {"target", &target}});
   const int64_t reduction = reduction_code(kOp, options.reduction);
   const EstimatorOptions& estimator = options;
-  const std::string inner = print_options(estimator);
+  const std::string inner = text_of(estimator);
   check::dim(kOp, "query", query, 2);
   check::floating(kOp, "query", query);
   TORCH_CHECK_VALUE(set_vectors.size() == sets.size(), kOp, ": expected vectors of each of ", sets.size(), " sets, got ", set_vectors.size());
