@@ -20,12 +20,11 @@ static __global__ void take_ids_kernel(Id* out, const int64_t* first, int64_t fi
   }
 }
 
-/// What a kernel reads of SortedIds.
+/// SortedIds as a kernel reads them; narrow or wide is nullptr.
 struct SortedIdsView {
   const int32_t* narrow;
   const int64_t* wide;
   const int64_t* order;
-  int64_t count;
 
   __device__ int64_t operator[](int64_t place) const { return narrow == nullptr ? wide[place] : int64_t(narrow[place]); }
 };
@@ -59,8 +58,7 @@ struct SortedIds {
   at::Tensor ids() const { return sorted.to(at::kLong); }
   SortedIdsView view() const {
     const bool is_narrow = sorted.scalar_type() == at::kInt;
-    return {is_narrow ? sorted.const_data_ptr<int32_t>() : nullptr, is_narrow ? nullptr : sorted.const_data_ptr<int64_t>(), order.const_data_ptr<int64_t>(),
-            sorted.numel()};
+    return {is_narrow ? sorted.const_data_ptr<int32_t>() : nullptr, is_narrow ? nullptr : sorted.const_data_ptr<int64_t>(), order.const_data_ptr<int64_t>()};
   }
 #endif
 };

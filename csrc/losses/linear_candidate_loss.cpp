@@ -60,7 +60,7 @@ CandidateLossState forward_meta(const Tensor& input, const Tensor& weight, const
 
 Tensor as_dtype(const Tensor& tensor, at::ScalarType dtype) { return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype); }
 
-// What the losses of queries, which are times their shares where there are any, become; without autograd.
+// Sums the losses where shares are given, which they are already times; without autograd.
 Tensor put_together(const Tensor& loss, const OptionalTensor& share) {
   if (!given(share) || !check::can_read(loss)) {
     return given(share) ? loss.sum() : loss;
@@ -122,11 +122,12 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     torch::autograd::variable_list result(3);
     OptionalTensor grad; // [Q]: what the gradients are times; none: one
     const int64_t ignore_index = ctx->saved_data["ignore_index"].toInt();
-    const bool on_device = !input.is_cpu() || !check::host_reads();
-    if (on_device) { // nobody knows there whether the factor is one
-      const Tensor shared = saved[5].defined() && want_table ? input : input.new_empty({0, input.size(1)});
-      std::tie(grad_input, grad_scores, query) = scale_loss_gradients(grads[0], saved[6], ignore_index, grad_input, grad_scores, shared);
-      query = query.size(0) == 0 ? input : query;
+    if (check::on_device(input)) { // the host does not know there whether the factor is one
+      // Only the product with shared rows reads queries whose scores have no gradient.
+      const bool reads_all = saved[5].defined() && want_table;
+      const Tensor given_queries = reads_all ? input : input.new_empty_symint({0, input.sym_size(1)});
+      std::tie(grad_input, grad_scores, query) = scale_loss_gradients(grads[0], saved[6], ignore_index, grad_input, grad_scores, given_queries);
+      query = reads_all ? query : input;
     } else if (!has_nothing_to_scale(grads[0], saved[6], ignore_index)) {
       // A mean over no query at all sends infinity.
       grad = grads[0].expand_symint({saved[6].sym_size(0)}).masked_fill(saved[6].eq(ignore_index), 0);

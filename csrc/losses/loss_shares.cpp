@@ -14,12 +14,6 @@ namespace {
 
 using at::Tensor;
 
-Tensor mean_shares_any(const Tensor& target, int64_t ignore_index, at::ScalarType dtype) {
-  check::dim("mean_shares", "target", target, 1);
-  check::int64("mean_shares", "target", target);
-  return target.ne(ignore_index).sum().to(dtype).reciprocal().expand_symint({target.sym_size(0)}).contiguous();
-}
-
 std::tuple<Tensor, Tensor, Tensor> scale_any(const Tensor& grad, const Tensor& target, int64_t ignore_index, const Tensor& grad_input,
                                              const Tensor& grad_scores, const Tensor& input) {
   check_scale_loss_gradients(grad, target, grad_input, grad_scores, input);
@@ -29,6 +23,12 @@ std::tuple<Tensor, Tensor, Tensor> scale_any(const Tensor& grad, const Tensor& t
 }
 
 } // namespace
+
+Tensor mean_shares_reference(const Tensor& target, int64_t ignore_index, at::ScalarType dtype) {
+  check::dim("mean_shares", "target", target, 1);
+  check::int64("mean_shares", "target", target);
+  return target.ne(ignore_index).sum().to(dtype).reciprocal().expand_symint({target.sym_size(0)}).contiguous();
+}
 
 void check_scale_loss_gradients(const Tensor& grad, const Tensor& target, const Tensor& grad_input, const Tensor& grad_scores, const Tensor& input) {
   constexpr const char* op = "scale_loss_gradients";
@@ -55,7 +55,7 @@ void check_scale_loss_gradients(const Tensor& grad, const Tensor& target, const 
 }
 
 Tensor mean_shares(const Tensor& target, int64_t ignore_index, at::ScalarType dtype) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::mean_shares", "").typed<decltype(mean_shares_any)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::mean_shares", "").typed<decltype(mean_shares_reference)>();
   return op.call(target, ignore_index, dtype);
 }
 
@@ -72,7 +72,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
       "(Tensor grad_input, Tensor grad_scores, Tensor input)");
 }
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
-  m.impl("mean_shares", mean_shares_any);
+  m.impl("mean_shares", mean_shares_reference);
   m.impl("scale_loss_gradients", scale_any);
 }
 // Autograd does not know that the gradients were made from the input: asked for the second derivative, this raises (core/scale_gradient.h).

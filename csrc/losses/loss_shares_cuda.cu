@@ -39,7 +39,7 @@ Tensor mean_shares_cuda(const Tensor& target, int64_t ignore_index, at::ScalarTy
   const int64_t queries = target.size(0);
   const c10::cuda::CUDAGuard guard(target.device());
   if (queries == 0 || queries > kMost || use_reference() || (dtype != at::kFloat && dtype != at::kDouble)) {
-    return target.ne(ignore_index).sum().to(dtype).reciprocal().expand({queries}).contiguous();
+    return mean_shares_reference(target, ignore_index, dtype);
   }
   const Tensor ids = target.contiguous(), shares = at::empty({queries}, target.options().dtype(dtype));
   AT_DISPATCH_FLOATING_TYPES(dtype, "mean_shares_cuda", [&] {

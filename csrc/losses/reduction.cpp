@@ -164,7 +164,7 @@ std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& gi
   } else {
     counted = target.reshape({-1});
     // On a device, what draws takes every negative id for one that is ignored.
-    const bool is_told = !values && ignore_index < 0 && (!input.is_cpu() || !check::host_reads());
+    const bool is_told = !values && ignore_index < 0 && check::on_device(input);
     counted = is_told ? counted : counted.masked_fill(counted.eq(ignore_index), -1);
   }
   if (!values) {

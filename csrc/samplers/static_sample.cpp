@@ -109,30 +109,7 @@ std::vector<Tensor> empty_tables(at::Device device) {
 
 // ---- draws
 
-} // namespace
-
-StaticOptions static_options(const char* op, at::TensorList tables, std::string_view text) {
-  const StaticOptions options = parse_options<StaticOptions>(op, text);
-  TORCH_CHECK_VALUE(tables.size() == kStaticTables, op, ": expected ", int(kStaticTables), " tables, got ", tables.size());
-  TORCH_CHECK_VALUE(options.law == "uniform" || options.law == "log_uniform" || options.law == "table" || options.law == "fixed", op,
-                    ": expected law to be \"uniform\", \"log_uniform\", \"table\" or \"fixed\", got \"", options.law, "\"");
-  return options;
-}
-
-namespace {
-
 double log_of(int64_t count) { return std::log(double(count)); }
-
-double uniform_log_count(const StaticOptions& options) { return log_of(options.num_samples) - log_of(options.num_classes - options.low); }
-
-} // namespace
-
-double static_log_scale(const StaticOptions& options) {
-  return options.law == "uniform" ? uniform_log_count(options)
-                                  : log_of(options.num_samples) - std::log(std::log1p(double(options.num_classes)) - std::log1p(double(options.low)));
-}
-
-namespace {
 
 struct Drawn {
   Tensor ids;
@@ -195,7 +172,7 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
   if (options.law == "uniform" && check::can_read(ids)) { // in one pass
     const Tensor flat = ids.contiguous(), counts = at::empty(ids.sizes(), ids.options().dtype(at::kFloat));
     const int64_t* const id = flat.const_data_ptr<int64_t>();
-    const float count = float(uniform_log_count(options));
+    const float count = float(static_log_scale(options));
     std::transform(id, id + flat.numel(), counts.mutable_data_ptr<float>(),
                    [&](int64_t i) { return i < options.low || i >= options.num_classes ? float(-kInfinity) : count; });
     return counts;
@@ -203,14 +180,14 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
   if (options.law == "log_uniform") {
     return log_uniform_log_count(ids, options.low, options.num_classes, static_log_scale(options));
   }
-  const Tensor log_count = at::full({}, uniform_log_count(options), ids.options().dtype(at::kFloat));
+  const Tensor log_count = at::full({}, static_log_scale(options), ids.options().dtype(at::kFloat));
   return log_count.masked_fill(ids.lt(options.low).logical_or_(ids.ge(options.num_classes)), -kInfinity);
 }
 
 // Of what was drawn, the uniform law knows the counts without a look.
 Tensor log_counts_of_draws(const StaticOptions& options, const Drawn& drawn, at::TensorList tables) {
   if (options.law == "uniform" || options.law == "fixed") {
-    const double value = options.law == "fixed" ? 0.0 : uniform_log_count(options);
+    const double value = options.law == "fixed" ? 0.0 : static_log_scale(options);
     if (check::can_read(drawn.ids)) {
       const Tensor counts = at::empty(drawn.ids.sizes(), drawn.ids.options().dtype(at::kFloat));
       std::fill_n(counts.mutable_data_ptr<float>(), counts.numel(), float(value));
@@ -294,6 +271,20 @@ Tensor static_log_count_cpu(const Tensor& ids, at::TensorList tables, std::strin
 }
 
 } // namespace
+
+StaticOptions static_options(const char* op, at::TensorList tables, std::string_view text) {
+  const StaticOptions options = parse_options<StaticOptions>(op, text);
+  TORCH_CHECK_VALUE(tables.size() == kStaticTables, op, ": expected ", int(kStaticTables), " tables, got ", tables.size());
+  TORCH_CHECK_VALUE(options.law == "uniform" || options.law == "log_uniform" || options.law == "table" || options.law == "fixed", op,
+                    ": expected law to be \"uniform\", \"log_uniform\", \"table\" or \"fixed\", got \"", options.law, "\"");
+  return options;
+}
+
+double static_log_scale(const StaticOptions& options) {
+  const double total =
+      options.law == "uniform" ? double(options.num_classes - options.low) : std::log1p(double(options.num_classes)) - std::log1p(double(options.low));
+  return log_of(options.num_samples) - std::log(total);
+}
 
 samplers::FollowOptions follow_options(const char* op, std::string_view text) {
   const auto options = parse_options<samplers::FollowOptions>(op, text);

@@ -46,10 +46,11 @@ struct StaticOptions {
   }
 };
 
-/// Parsed, with a known law and as many tables as there are.
+/// Parses options; refuses an unknown law and a wrong number of tables.
 StaticOptions static_options(const char* op, at::TensorList tables, std::string_view text);
 
-/// Of law "uniform" the log of a class's expected count; of "log_uniform" what log_uniform_log_count (log_uniform_sample.h) adds to its logarithm.
+/// log(num_samples / total weight) of law "uniform", whose classes weigh 1, or "log_uniform", whose class i weighs ln(1 + 1 / (i + 1)): a class's log
+/// expected count less the log of its weight.
 double static_log_scale(const StaticOptions& options);
 
 /// static_tables(owner, weights, power, classes, options) -> (tables, options)

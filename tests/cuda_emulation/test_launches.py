@@ -50,6 +50,24 @@ def test_a_loss_that_looks_at_no_target_is_the_same(shared, ignore_index, reduct
         torch.testing.assert_close(blind, seeing)
 
 
+def test_compiles_for_any_batch_size():
+    """The path of a device is traced with symbolic sizes."""
+    torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
+    torch.ops.cuda_emulator.take_over()
+    for sampler in (xs.samplers.UniformSampler(100, 16), xs.samplers.LogUniformSampler(100, 5, shared=False)):
+        loss = xs.SampledSoftmaxLoss(8, 100, sampler=sampler, sparse_grad=False)
+        torch.ops.cuda_emulator.let_host_read(False)
+        try:
+            compiled = torch.compile(loss, backend="aot_eager", dynamic=True, fullgraph=True)
+            for queries in (6, 9):
+                input, target = torch.randn(queries, 8, requires_grad=True), torch.randint(100, (queries,))
+                target[1] = -100
+                compiled(input, target).backward()
+                assert input.grad.isfinite().all() and (input.grad[1] == 0).all() and input.grad[0].abs().sum() > 0
+        finally:
+            torch.ops.cuda_emulator.let_host_read(True)
+
+
 def test_rows_that_are_no_longer_sorted_stop_the_kernel():
     """Rows of a loss are sorted, and are not sorted again; whoever writes to them hears of it."""
     torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])

@@ -1,4 +1,4 @@
-"""What a step on a device asks of targets: the shares of a mean, and the gradients times that of the loss."""
+"""The operators that handle ignored targets on a device: shares of a mean, and gradients times that of the loss."""
 
 import pytest
 import torch
