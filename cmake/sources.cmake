@@ -205,6 +205,7 @@ set(XSOFTMAX_CUDA_SOURCES
   csrc/samplers/midx_sample_cuda.cu
   csrc/samplers/midx_sets_cuda.cu
   csrc/samplers/systematic_sample_cuda.cu
+  csrc/samplers/sorted_set_cuda.cu
   csrc/samplers/static_sample_cuda.cu
   csrc/samplers/uniform_sample_cuda.cu
   csrc/scores/candidate_scores_cuda.cu

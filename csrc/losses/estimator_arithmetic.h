@@ -182,7 +182,7 @@ XS_ROW void set_log_weight(const Lanes& lanes, T* __restrict out, const T* __res
 template <typename Lanes, typename T>
 XS_ROW Row<T> prepare(const Lanes& lanes, const LossRows<T>& rows, int64_t q, T* buffer, bool apart) { // apart: score and log_weight as well
   const int64_t p = rows.private_width, s = rows.shared_width;
-  const T* scores = rows.scores + q * (1 + p + s);
+  const T* scores = rows.scores + q * rows.stride;
   const T* score = scores + 1;
   const int64_t target = rows.target[q];
   const T* private_log_count = rows.private_log_count ? rows.private_log_count + q * p : nullptr;
@@ -568,7 +568,7 @@ XS_ROW T row_loss(const Lanes& lanes, const Row<T>& row, T smoothing, T grad_los
 template <RowLoss kLoss, typename Lanes, typename T>
 XS_ROW void run_query(const Lanes& lanes, const LossRows<T>& rows, int64_t q, T* buffer) {
   const int64_t width = 1 + rows.candidates();
-  T* grad = rows.grad_scores ? rows.grad_scores + q * width : nullptr;
+  T* grad = rows.grad_scores ? rows.grad_scores + q * rows.stride : nullptr;
   const T grad_loss = rows.grad_loss ? rows.grad_loss[q] : T(1);
   if (grad_loss == 0) { // a query that was ignored or weighs nothing: zero even where its scores are not finite
     for (int64_t j = lanes.first(0); grad != nullptr && j < width; j += Lanes::kStep) {

@@ -14,6 +14,7 @@ enum class RowLoss { Softmax, Logistic, OneVsEach, BlackOut, Importance, Cane, C
 template <typename T>
 struct LossRows {
   const T* scores;                 ///< [Q, 1 + P + S]: target, private, shared; may be grad_scores itself
+  int64_t stride;                  ///< from a query's scores to the next one's, and of their gradients
   const int64_t* target;           ///< [Q]
   const int64_t* private_ids;      ///< [Q, P]
   const int64_t* shared_ids;       ///< [S]

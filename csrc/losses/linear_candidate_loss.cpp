@@ -20,6 +20,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -37,24 +38,25 @@ using at::Tensor;
 constexpr const char* kOp = "sampled_softmax_loss"; // the op that users call
 
 CandidateLossState forward_any(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensors& candidates,
-                               at::IntArrayRef distinct, std::string_view options, std::array<bool, 2> wanted, const OptionalTensor& share) {
-  return linear_candidate_loss_forward_reference({input, weight, bias, target, candidates, distinct, options, share}, wanted);
+                               at::IntArrayRef distinct, std::string_view options, std::array<bool, 2> wanted, const OptionalTensor& share, bool aligned) {
+  return linear_candidate_loss_forward_reference({input, weight, bias, target, candidates, distinct, options, share}, wanted, aligned);
 }
 
 CandidateLossState call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensors& candidates,
-                                at::IntArrayRef distinct, std::string_view options, std::array<bool, 2> wanted, const OptionalTensor& share) {
+                                at::IntArrayRef distinct, std::string_view options, std::array<bool, 2> wanted, const OptionalTensor& share, bool aligned) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_candidate_loss_forward", "").typed<decltype(forward_any)>();
-  return op.call(input, weight, bias, target, candidates, distinct, options, wanted, share);
+  return op.call(input, weight, bias, target, candidates, distinct, options, wanted, share, aligned);
 }
 
 CandidateLossState forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensors& candidates,
-                                at::IntArrayRef distinct, std::string_view options, std::array<bool, 2> wanted, const OptionalTensor& share) {
+                                at::IntArrayRef distinct, std::string_view options, std::array<bool, 2> wanted, const OptionalTensor& share, bool aligned) {
   const LinearLossArguments checked(input, weight, bias, target, candidates, distinct, options, share);
   const auto dtype = input.options().dtype(opmath_dtype(input.scalar_type()));
   const auto queries = [&](bool is_wanted) { return is_wanted ? input.sym_size(0) : c10::SymInt(0); };
   const c10::SymInt width = 1 + checked.candidates.private_width();
+  const ScoreColumns columns(width, checked.candidates.shared_width(), aligned);
   return {at::empty_symint({input.sym_size(0)}, dtype), at::empty_symint({queries(wanted[0]), input.sym_size(1)}, dtype),
-          at::empty_symint({queries(wanted[1]), width + checked.candidates.shared_width()}, dtype),
+          at::empty_symint({queries(wanted[1]), columns.width}, dtype),
           at::empty_symint({input.sym_size(0), width}, target.options())};
 }
 
@@ -75,7 +77,7 @@ Tensor put_together(const Tensor& loss, const OptionalTensor& share) {
 
 Tensor loss_only(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensors& candidates,
                  at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
-  return put_together(std::get<0>(call_forward(input, weight, bias, target, candidates, distinct, options, {false, false}, share)), share);
+  return put_together(std::get<0>(call_forward(input, weight, bias, target, candidates, distinct, options, {false, false}, share, false)), share);
 }
 
 Tensor call_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensors& candidates,
@@ -103,13 +105,16 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     at::AutoDispatchBelowADInplaceOrView guard;
     const bool want_input = input.requires_grad();
     const bool want_table = weight.requires_grad() || (given(bias) && bias->requires_grad());
-    auto [loss, grad_input, grad_scores, row_ids] = call_forward(input, weight, bias, target, candidates, distinct, options, {want_input, want_table}, share);
     const Candidates columns(kOp, candidates, distinct);
+    const bool aligned = check::on_device(input) && given(columns.shared_ids);
+    auto [loss, grad_input, grad_scores, row_ids] =
+        call_forward(input, weight, bias, target, candidates, distinct, options, {want_input, want_table}, share, aligned);
     const auto parsed = parse_options<SampledSoftmaxOptions>(kOp, options);
     ctx->save_for_backward({input, weight, grad_input, grad_scores, row_ids, columns.shared_ids.value_or(Tensor()), target});
     ctx->saved_data["ignore_index"] = parsed.ignore_index;
     ctx->saved_data["sparse_grad"] = parsed.sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
+    ctx->saved_data["aligned"] = aligned;
     return put_together(loss, share);
   }
 
@@ -120,23 +125,30 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     const bool want_bias = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2);
     const bool want_table = ctx->needs_input_grad(1) || want_bias;
     torch::autograd::variable_list result(3);
-    OptionalTensor grad; // [Q]: what the gradients are times; none: one
+    OptionalTensor grad, of_scores; // [Q] or, of the scores, one number: what the gradients are times; none: one
     const int64_t ignore_index = ctx->saved_data["ignore_index"].toInt();
     if (check::on_device(input)) { // the host does not know there whether the factor is one
       // Only the product with shared rows reads queries whose scores have no gradient.
-      const bool reads_all = saved[5].defined() && want_table;
-      const Tensor given_queries = reads_all ? input : input.new_empty_symint({0, input.sym_size(1)});
-      std::tie(grad_input, grad_scores, query) = scale_loss_gradients(grads[0], saved[6], ignore_index, grad_input, grad_scores, given_queries);
-      query = reads_all ? query : input;
+      const bool reads_all = saved[5].defined() && want_table, same = grads[0].dim() == 0;
+      const Tensor none = input.new_empty_symint({0, input.sym_size(1)}), no_scores = grad_scores.new_empty_symint({0, grad_scores.sym_size(1)});
+      const auto scaled = scale_loss_gradients(grads[0], saved[6], ignore_index, grad_input, same ? no_scores : grad_scores, reads_all ? input : none);
+      grad_input = std::get<0>(scaled);
+      grad_scores = same ? grad_scores : std::get<1>(scaled);
+      query = reads_all ? std::get<2>(scaled) : input;
+      of_scores = same ? OptionalTensor(as_dtype(grads[0], grad_scores.scalar_type())) : std::nullopt;
     } else if (!has_nothing_to_scale(grads[0], saved[6], ignore_index)) {
       // A mean over no query at all sends infinity.
-      grad = grads[0].expand_symint({saved[6].sym_size(0)}).masked_fill(saved[6].eq(ignore_index), 0);
+      of_scores = grad = grads[0].expand_symint({saved[6].sym_size(0)}).masked_fill(saved[6].eq(ignore_index), 0);
+    }
+    if (ctx->saved_data["aligned"].toBool() && want_table) {
+      const ScoreColumns columns(saved[4].sym_size(1), saved[5].sym_size(0), true);
+      grad_scores = grad_scores.narrow_symint(1, columns.lead, columns.count);
     }
     if (want_table) {
       const std::array<bool, 3> wanted{false, ctx->needs_input_grad(1), want_bias};
       const OptionalTensor shared_ids = optional(saved[5]);
       const bool sparse = is_row_sparse(ctx->saved_data["sparse_grad"].toOptional<bool>(), candidate_rows(saved[4], shared_ids), weight);
-      const auto gradients = candidate_scores_backward(grad_scores, query, weight, saved[4], shared_ids, wanted, grad, !sparse);
+      const auto gradients = candidate_scores_backward(grad_scores, query, weight, saved[4], shared_ids, wanted, of_scores, !sparse);
       result = sparse ? row_gradients_as_grads(gradients, weight, wanted, true) : table_gradients_as_grads(gradients, wanted);
     }
     if (ctx->needs_input_grad(0)) {
@@ -191,7 +203,11 @@ Tensor linear_candidate_loss(const Tensor& input, const Tensor& weight, const Op
 
 Tensor targets_that_count(const Tensor& target, int64_t ignore_index) { return at::where(target.eq(ignore_index), 0, target); }
 
-CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArguments& arguments, std::array<bool, 2> wanted) {
+ScoreColumns::ScoreColumns(const c10::SymInt& row_width, const c10::SymInt& shared_width, bool aligned)
+    : lead(aligned ? (8 - row_width % 8) % 8 : c10::SymInt(0)), count(row_width + shared_width),
+      width(aligned ? (lead + count + 7) / 8 * 8 : count) {}
+
+CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArguments& arguments, std::array<bool, 2> wanted, bool aligned) {
   const auto& [input, weight, bias, target, candidates, options, share] = arguments;
   const OptionalTensor& shared_ids = candidates.shared_ids;
   const Tensor ids = targets_that_count(target, options.ignore_index), counts = target.ne(options.ignore_index);
@@ -212,6 +228,11 @@ CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArgum
     }
     grad_scores = wanted[1] ? gradient : grad_scores;
   }
+  if (aligned) {
+    const ScoreColumns columns(row_ids.size(1), given(shared_ids) ? shared_ids->size(0) : 0, aligned);
+    const int64_t lead = columns.lead.expect_int();
+    grad_scores = at::constant_pad_nd(grad_scores, {lead, columns.width.expect_int() - lead - grad_scores.size(1)});
+  }
   return {loss, grad_input, grad_scores, row_ids};
 }
 
@@ -219,7 +240,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   const std::string arguments = std::string("Tensor input, Tensor weight, Tensor? bias, Tensor target, ") + kCandidatesSchema;
   m.def(("linear_candidate_loss(" + arguments + ", Tensor? share=None) -> Tensor").c_str());
   m.def(("linear_candidate_loss_forward(" + arguments +
-         ", bool[2] wanted, Tensor? share=None) -> "
+         ", bool[2] wanted, Tensor? share=None, bool aligned=False) -> "
          "(Tensor loss, Tensor grad_input, Tensor grad_scores, Tensor row_ids)")
             .c_str());
 }

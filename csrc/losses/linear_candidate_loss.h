@@ -35,8 +35,17 @@ struct LinearLossArguments {
                       const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share);
 };
 
-/// loss [Q] and the gradient of loss[q], both times share[q], for input[q], [Q, D], and for scores[q], [Q, 1 + P + S], all in the dtype of the loss; row_ids
-/// [Q, 1 + P]. Gradients that are not wanted have size 0.
+/// Where the gradients of the scores lie in a buffer [Q, width]: from column `lead` on. The fast kernels of a GPU's matrix products read 16 bytes at a time, so
+/// that there the scores of shared candidates begin on a multiple of eight columns, and rows are as long.
+struct ScoreColumns {
+  c10::SymInt lead, count, width;
+
+  /// row_width: 1 + P; shared_width: S. aligned: for a GPU.
+  ScoreColumns(const c10::SymInt& row_width, const c10::SymInt& shared_width, bool aligned);
+};
+
+/// loss [Q] and the gradient of loss[q], both times share[q], for input[q], [Q, D], and for scores[q], [Q, width] of ScoreColumns, all in the dtype of the loss;
+/// row_ids [Q, 1 + P]. Gradients that are not wanted have size 0.
 using CandidateLossState = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 /// The targets with 0 where they are ignored, [Q].
@@ -47,6 +56,6 @@ at::Tensor linear_candidate_loss(const at::Tensor& input, const at::Tensor& weig
                                  const Candidates& candidates, const SampledSoftmaxOptions& options, const OptionalTensor& share = std::nullopt);
 
 /// The composite: any device, and the oracle of the tests. wanted: gradient of input, of scores.
-CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArguments& arguments, std::array<bool, 2> wanted);
+CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArguments& arguments, std::array<bool, 2> wanted, bool aligned);
 
 } // namespace xsoftmax

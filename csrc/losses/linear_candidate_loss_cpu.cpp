@@ -45,7 +45,7 @@ struct QueryPass {
   void run(int64_t first, int64_t last, A* buffer) const {
     const int64_t width = 1 + rows.candidates();
     for (int64_t q = first; q < last; ++q) {
-      A* score = scores + q * width;
+      A* score = scores + q * rows.stride;
       A* gradient = grad_input ? grad_input + q * features : nullptr;
       if (target[q] == ignore_index) {
         rows.loss[q] = rows.ignored_loss(q);
@@ -110,11 +110,11 @@ Tensor first_column(const Tensor& row_ids) {
 
 CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                                      const OptionalTensors& columns, at::IntArrayRef distinct, std::string_view options,
-                                                     std::array<bool, 2> wanted, const OptionalTensor& share) {
+                                                     std::array<bool, 2> wanted, const OptionalTensor& share, bool aligned) {
   constexpr const char* op = "sampled_softmax_loss"; // the op that users call
   const LinearLossArguments arguments(input, weight, bias, target, columns, distinct, options, share);
   if (use_reference()) {
-    return linear_candidate_loss_forward_reference(arguments, wanted);
+    return linear_candidate_loss_forward_reference(arguments, wanted, aligned);
   }
   const Candidates& candidates = arguments.candidates;
   const int64_t ignore_index = arguments.options.ignore_index;
@@ -126,7 +126,9 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
   const auto floats = input.options().dtype(dtype);
 
   // The gradient of the scores takes their place.
-  const Tensor scores = recycled_empty({queries, row_width + shared.size(0)}, floats), loss = at::empty({queries}, floats);
+  const ScoreColumns laid_out(row_width, shared.size(0), aligned);
+  const Tensor buffer = recycled_empty({queries, laid_out.width.expect_int()}, floats), loss = at::empty({queries}, floats);
+  const Tensor scores = aligned ? buffer.narrow(1, laid_out.lead.expect_int(), row_width + shared.size(0)) : buffer;
   const EstimatorArguments estimation(scores, id, candidates, arguments.options, find_estimator(op, arguments.options.estimator));
   TORCH_CHECK_VALUE(estimation.estimator.has_kernels(), op, ": expected an estimator with a loop over rows, got \"", estimation.estimator.name, "\"");
   check::class_ids(op, "target", target, weight.size(0), ignore_index);
@@ -144,14 +146,14 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
   Tensor shared_rows, shared_scores;
   if (shared.size(0) > 0) {
     shared_rows = gather_rows_cpu(table, shared, low);
-    shared_scores = strided_view(scores, {queries, shared.size(0)}, {scores.size(1), 1}, row_width);
+    shared_scores = strided_view(scores, {queries, shared.size(0)}, {scores.stride(0), 1}, row_width);
     const Tensor& out = shared_scores;
     if (bias_row.defined()) {
       out.copy_(bias_row.index_select(0, shared));
     }
     multiply(out, low || query.scalar_type() == dtype ? query : query.to(dtype), transposed(shared_rows), {.add = bias_row.defined(), .bfloat16 = low});
   }
-  const LossOperands operands(estimation);
+  const LossOperands operands(estimation, scores);
   const Tensor of_query = LossOperands::plain(share, dtype);
   dispatch_floating(input.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
@@ -167,7 +169,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
   if (wanted[0] && shared_rows.defined()) {
     multiply(grad_input, shared_scores, shared_rows, {.add = true, .bfloat16 = low});
   }
-  return {loss, grad_input, wanted[1] ? scores : scores.new_empty({0, scores.size(1)}), row_ids};
+  return {loss, grad_input, wanted[1] ? buffer : buffer.new_empty({0, buffer.size(1)}), row_ids};
 }
 
 } // namespace

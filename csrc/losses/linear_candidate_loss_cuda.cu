@@ -33,9 +33,10 @@ struct QueryPass {
   const int64_t* private_ids;
   int64_t* row_ids; // [Q, 1 + P], written here: target, private ids
   int64_t queries, row_width, ignore_index;
-  A* scores;        // [Q, 1 + P + S], of shared candidates as they came from the product
+  A* scores;        // [Q, 1 + P + S], rows.stride apart; of shared candidates as they came from the product
   A* grad_input;    // nullptr: not wanted
   T* shared_grad;   // [Q, S]: the gradients of shared candidates' scores once more, rounded to T; nullptr: not wanted
+  int64_t shared_grad_stride;
   LossRows<A> rows;
   RowLoss estimator;
   int64_t kept_width;  // of a row in shared memory; 0: rows are not kept
@@ -53,7 +54,7 @@ __device__ inline void score_rows(const QueryPass<T>& pass, const Lanes& lanes, 
   using A = at::opmath_type<T>;
   constexpr int kRows = 8, kGroup = Lanes::kWarps == 1 ? kWarp : kRows; // rows whose ids a warp looks up at once
   const T* x = pass.input + q * pass.features;
-  A* score = pass.scores + q * (1 + pass.rows.candidates());
+  A* score = pass.scores + q * pass.rows.stride;
   for (int64_t group = lanes.index() / kWarp * kGroup; group < pass.row_width; group += Lanes::kWarps * kGroup) {
     const int64_t mine = group + lane();
     const bool have = lane() < kGroup && mine < pass.row_width;
@@ -132,7 +133,7 @@ __device__ inline void sum_rows(A* out, const A* coefficient, int64_t count, int
 // The gradient of a query's input, from the rows in `kept` or from the table.
 template <int N, typename T, typename Lanes>
 __device__ inline void sum_input_grad(const QueryPass<T>& pass, const Lanes& lanes, int64_t q, const T* kept, at::opmath_type<T>* gradient) {
-  const auto* coefficient = pass.scores + q * (1 + pass.rows.candidates());
+  const auto* coefficient = pass.scores + q * pass.rows.stride;
   const int64_t* ids = pass.row_ids + q * pass.row_width;
 #pragma unroll 1
   for (int64_t d = lanes.index() * N; d < pass.features; d += Lanes::kStep * N) {
@@ -150,9 +151,9 @@ __device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, in
   using A = at::opmath_type<T>;
   constexpr int kWide = 16 / sizeof(T);
   const int64_t width = 1 + pass.rows.candidates(), shared = width - pass.row_width;
-  A* score = pass.scores + q * width;
+  A* score = pass.scores + q * pass.rows.stride;
   A* gradient = pass.grad_input ? pass.grad_input + q * pass.features : nullptr;
-  T* rounded = pass.shared_grad ? pass.shared_grad + q * shared : nullptr;
+  T* rounded = pass.shared_grad ? pass.shared_grad + q * pass.shared_grad_stride : nullptr;
   lanes.sync(); // shared memory may still be read for the last query
   if (pass.ignored(q)) {
     for (int64_t j = lanes.first(0); j < width; j += Lanes::kStep) {
@@ -252,12 +253,12 @@ void launch(QueryPass<T> pass, const Tensor& like) {
 
 CandidateLossState linear_candidate_loss_forward_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                                       const OptionalTensors& columns, at::IntArrayRef distinct, std::string_view options,
-                                                      std::array<bool, 2> wanted, const OptionalTensor& share) {
+                                                      std::array<bool, 2> wanted, const OptionalTensor& share, bool aligned) {
   constexpr const char* op = "sampled_softmax_loss"; // the op that users call
   const LinearLossArguments arguments(input, weight, bias, target, columns, distinct, options, share);
   const c10::cuda::CUDAGuard guard(input.device());
   if (use_reference()) {
-    return linear_candidate_loss_forward_reference(arguments, wanted);
+    return linear_candidate_loss_forward_reference(arguments, wanted, aligned);
   }
   const Candidates& candidates = arguments.candidates;
   const int64_t queries = input.size(0), features = input.size(1);
@@ -267,7 +268,9 @@ CandidateLossState linear_candidate_loss_forward_cuda(const Tensor& input, const
   const int64_t row_width = 1 + private_ids.size(1), shared_width = shared.size(0);
 
   // The gradient of the scores takes their place.
-  const Tensor scores = at::empty({queries, row_width + shared_width}, floats), loss = at::empty({queries}, floats);
+  const ScoreColumns laid_out(row_width, shared_width, aligned);
+  const Tensor buffer = at::empty({queries, laid_out.width.expect_int()}, floats), loss = at::empty({queries}, floats);
+  const Tensor scores = buffer.narrow(1, laid_out.lead.expect_int(), row_width + shared_width);
   const Tensor targets = target.contiguous(), row_ids = at::empty({queries, row_width}, target.options());
   const EstimatorArguments estimation(scores, targets, candidates, arguments.options, find_estimator(op, arguments.options.estimator));
   TORCH_CHECK_VALUE(estimation.estimator.has_kernels(), op, ": expected an estimator with a loop over rows, got \"", estimation.estimator.name, "\"");
@@ -281,10 +284,10 @@ CandidateLossState linear_candidate_loss_forward_cuda(const Tensor& input, const
     shared_bias = bias_row.defined() ? bias_row.index_select(0, shared) : shared_bias;
     product_out_cuda(scores.narrow(1, row_width, shared_width), query, shared_rows.t());
     if (wanted[0] && multiplies_rounded(input.scalar_type())) {
-      shared_grad = at::empty({queries, shared_width}, input.options());
+      shared_grad = at::empty({queries, whole_packs<at::BFloat16>(shared_width)}, input.options()).narrow(1, 0, shared_width);
     }
   }
-  const LossOperands operands(estimation);
+  const LossOperands operands(estimation, scores);
   const Tensor of_query = LossOperands::plain(share, scores.scalar_type());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "linear_candidate_loss_cuda", [&] {
     using A = at::opmath_type<scalar_t>;
@@ -306,6 +309,7 @@ CandidateLossState linear_candidate_loss_forward_cuda(const Tensor& input, const
     pass.scores = scores.mutable_data_ptr<A>();
     pass.grad_input = wanted[0] ? grad_input.mutable_data_ptr<A>() : nullptr;
     pass.shared_grad = shared_grad.defined() ? shared_grad.mutable_data_ptr<scalar_t>() : nullptr;
+    pass.shared_grad_stride = shared_grad.defined() ? shared_grad.stride(0) : 0;
     pass.rows = operands.rows<A>(estimation);
     pass.rows.loss = loss.mutable_data_ptr<A>();
     pass.rows.grad_scores = want_gradient ? pass.scores : nullptr;
@@ -316,7 +320,7 @@ CandidateLossState linear_candidate_loss_forward_cuda(const Tensor& input, const
   if (wanted[0] && shared_width > 0) {
     product_out_cuda(grad_input, shared_grad.defined() ? shared_grad : scores.narrow(1, row_width, shared_width), shared_rows, /*add=*/true);
   }
-  return {loss, grad_input, wanted[1] ? scores : scores.new_empty({0, scores.size(1)}), row_ids};
+  return {loss, grad_input, wanted[1] ? buffer : buffer.new_empty({0, buffer.size(1)}), row_ids};
 }
 
 } // namespace

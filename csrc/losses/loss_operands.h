@@ -5,14 +5,18 @@
 #include "losses/candidate_loss.h"
 #include "losses/estimator_rows.h"
 
+#include <utility>
+
 namespace xsoftmax {
 
 /// Contiguous copies, where needed, of what LossRows points into.
 struct LossOperands {
   at::Tensor scores, target, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count;
 
-  explicit LossOperands(const EstimatorArguments& arguments)
-      : scores(arguments.scores.contiguous()), target(arguments.target.contiguous()), private_ids(plain(arguments.candidates.private_ids)),
+  explicit LossOperands(const EstimatorArguments& arguments) : LossOperands(arguments, arguments.scores.contiguous()) {}
+  /// scores: those of the arguments, with columns side by side.
+  LossOperands(const EstimatorArguments& arguments, at::Tensor with_unit_column_stride)
+      : scores(std::move(with_unit_column_stride)), target(arguments.target.contiguous()), private_ids(plain(arguments.candidates.private_ids)),
         shared_ids(plain(arguments.candidates.shared_ids)), private_log_count(plain(arguments.candidates.private_log_count, scores.scalar_type())),
         shared_log_count(plain(arguments.candidates.shared_log_count, scores.scalar_type())),
         target_log_count(plain(arguments.candidates.target_log_count, scores.scalar_type())) {}
@@ -33,6 +37,7 @@ struct LossOperands {
     const bool remove_hits = arguments.options.remove_accidental_hits;
     LossRows<T> rows{};
     rows.scores = pointer(scores);
+    rows.stride = scores.stride(0);
     rows.target = ids(target);
     rows.private_ids = ids(private_ids);
     rows.shared_ids = ids(shared_ids);

@@ -130,12 +130,13 @@ inline Owing owing(const at::Tensor& step, const at::Tensor& owed, double a, dou
 template <typename T>
 struct SortedGradient {
   const T* values;
-  const int64_t *rows, *order;
+  const int64_t* rows;
+  IntegersView order;
   at::opmath_type<T>* chunks; ///< [count / 32, width]: the sums of chunk_sums_kernel
   int64_t count, width;
 
 #ifdef __CUDACC__
-  __device__ int64_t place(int64_t i) const { return order == nullptr ? i : order[i]; }
+  __device__ int64_t place(int64_t i) const { return order.empty() ? i : order[i]; }
 #endif
 };
 
@@ -485,7 +486,7 @@ struct GradientOnDevice {
     chunks = at::empty({count / kWarp, width}, values.options().dtype(opmath_dtype(values.scalar_type())));
     view = {values.const_data_ptr<T>(),
             rows.const_data_ptr<int64_t>(),
-            order.defined() ? order.const_data_ptr<int64_t>() : nullptr,
+            IntegersView(order),
             chunks.mutable_data_ptr<at::opmath_type<T>>(),
             count,
             width};

@@ -2,11 +2,12 @@
 
 #include "samplers/draws.h"
 #include "samplers/sampling_cuda.cuh"
+#include "samplers/static_tail.h"
 
 #include <cmath>
 #include <limits>
 
-// Draws of uniform and log-uniform samplers on a device, and their expected counts.
+// Draws of the static samplers on a device, and their expected counts.
 
 namespace xsoftmax::cuda {
 
@@ -33,6 +34,21 @@ struct LogUniformDraw {
   __device__ int64_t operator()(uint64_t seed, uint64_t query, uint64_t draw) const { return log_uniform_draw(seed, query, draw, low, high, start, span); }
 };
 
+struct AliasDraw {
+  const AliasBin* bins;
+  int64_t classes;
+  StaticTail tail;
+
+  /// bins: contiguous, and kept by the caller.
+  AliasDraw(const at::Tensor& bins, const StaticTail& tail)
+      : bins(reinterpret_cast<const AliasBin*>(bins.const_data_ptr<int64_t>())), classes(bins.size(0)), tail(tail) {}
+  __device__ int64_t operator()(uint64_t seed, uint64_t query, uint64_t draw) const {
+    const int64_t late = tail.count() > 0 ? tail.draw(seed, query, draw) : -1, id = late < 0 ? alias_draw(seed, query, draw, bins, tail.first) : late;
+    CUDA_KERNEL_ASSERT(id >= 0 && id < classes); // a table that was tampered with
+    return id;
+  }
+};
+
 struct UniformCount {
   int64_t low, high;
   float count;
@@ -43,6 +59,20 @@ struct LogUniformCount {
   int64_t low, high;
   double log_scale;
   __device__ float operator()(int64_t id) const { return log_uniform_count(id, low, high, log_scale); }
+};
+
+/// float64 up to the end: the two logarithms nearly cancel.
+struct TableCount {
+  const double* probability;
+  int64_t classes;
+  const double* scale_on_device; ///< nullptr: `log_scale`
+  double log_scale;
+  double most; ///< 0 of distinct draws
+  __device__ float operator()(int64_t id) const {
+    CUDA_KERNEL_ASSERT(id >= -1 && id < classes);
+    const double count = (id < 0 ? -std::numeric_limits<double>::infinity() : log(probability[id])) + (scale_on_device == nullptr ? log_scale : *scale_on_device);
+    return float(count > most ? most : count);
+  }
 };
 #endif
 

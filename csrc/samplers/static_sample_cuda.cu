@@ -1,7 +1,10 @@
 #include "core/checks.h"
 #include "core/impl.h"
 #include "core/shape_checks.h"
+#include "samplers/alias_sample.h"
 #include "samplers/log_uniform_sample.h"
+#include "samplers/modules.h"
+#include "samplers/sorted_set_cuda.h"
 #include "samplers/static_draws.cuh"
 #include "samplers/static_sample.h"
 #include "samplers/uniform_sample.h"
@@ -9,11 +12,17 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
 namespace xsoftmax {
 namespace {
 
 using namespace cuda;
 using at::Tensor;
+
+constexpr const char* kOp = "static_sample";
 
 struct CountedDraws {
   DrawSeed seed;
@@ -25,69 +34,130 @@ struct CountedDraws {
   int64_t targets;
 };
 
+// The ids that a sampler has drawn already.
+struct DrawnBefore {
+  const int64_t* ids;
+};
+
 // A thread a draw, with its count; the threads behind these take the counts of targets.
 template <typename Draw, typename Count>
 __global__ void counted_draws_kernel(CountedDraws d, Draw draw, Count count) {
   for (int64_t i = global_thread(); i < d.total + d.targets; i += grid_threads()) {
-    if (i < d.total) {
+    if (i >= d.total) {
+      d.target_log_count[i - d.total] = count(d.target[i - d.total]);
+    } else if constexpr (std::is_same_v<Draw, DrawnBefore>) {
+      d.log_count[i] = count(draw.ids[i]);
+    } else {
       const int64_t id = draw(d.seed.key(), d.seed.query(i / d.num_samples), uint64_t(i % d.num_samples));
       d.ids[i] = id;
       d.log_count[i] = count(id);
-    } else {
-      d.target_log_count[i - d.total] = count(d.target[i - d.total]);
     }
   }
 }
 
-// As static_sample.cpp; uniform and log-uniform draws and all their counts in one launch.
-std::tuple<Tensor, Tensor, Tensor> static_sample_cuda(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
-                                                      std::string_view text) {
-  constexpr const char* op = "static_sample";
-  const StaticOptions options = static_options(op, tables, text);
-  const bool uniform = options.law == "uniform";
-  if (use_reference() || !(uniform || options.law == "log_uniform")) {
-    return static_sample(seed, queries, target, tables, text);
+// What static_sample returns, to be filled by one launch.
+class CountedSample {
+ public:
+  CountedSample(const Tensor& seed, const OptionalTensor& target, const Tensor& ids, int64_t num_samples)
+      : ids_(ids), log_count_(at::empty(ids.sizes(), ids.options().dtype(at::kFloat))),
+        target_(given(target) ? target->contiguous() : Tensor()),
+        target_log_count_(target_.defined() ? at::empty(target_.sizes(), log_count_.options()) : at::empty({0}, log_count_.options())),
+        draws_{DrawSeed(seed),
+               ids_.mutable_data_ptr<int64_t>(),
+               log_count_.mutable_data_ptr<float>(),
+               ids_.numel(),
+               num_samples,
+               target_.defined() ? target_.const_data_ptr<int64_t>() : nullptr,
+               target_log_count_.mutable_data_ptr<float>(),
+               target_log_count_.numel()} {}
+
+  template <typename Draw, typename Count>
+  void fill(const Draw& draw, const Count& count) const {
+    if (const int64_t threads = draws_.total + draws_.targets; threads > 0) {
+      counted_draws_kernel<<<grid_size(threads, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(draws_, draw, count);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    }
   }
-  check::dim(op, "queries", queries, 2);
+  template <typename Count>
+  void count(const Count& count) const {
+    fill(DrawnBefore{ids_.const_data_ptr<int64_t>()}, count);
+  }
+  // sorted: a set whose counts are all the same.
+  std::tuple<Tensor, Tensor, Tensor> result(bool sorted = false) const { return {sorted ? sorted_set_cuda(ids_) : ids_, log_count_, target_log_count_}; }
+
+ private:
+  Tensor ids_, log_count_, target_, target_log_count_;
+  CountedDraws draws_;
+};
+
+using OptionalRows = std::optional<int64_t>;
+
+std::tuple<Tensor, Tensor, Tensor> range_sample(const Tensor& seed, const OptionalTensor& target, const OptionalRows& rows, const StaticOptions& options) {
   const int64_t low = options.low, high = options.num_classes;
-  const std::optional<int64_t> rows = options.shared ? std::nullopt : std::optional(queries.size(0));
+  const bool uniform = options.law == "uniform";
   if (uniform) {
     check_uniform_sample(seed, low, high, rows, options.num_samples, options.distinct);
   } else {
     check_log_uniform_sample(seed, low, high, rows, options.num_samples);
   }
-  Tensor targets;
-  if (given(target)) {
-    check::int64(op, "target", *target);
-    check::same_device(op, "target", *target, "seed", seed);
-    targets = target->contiguous();
-  }
-  const c10::cuda::CUDAGuard guard(seed.device());
-  const Tensor ids = empty_samples(seed, rows, options.num_samples), log_count = at::empty(ids.sizes(), ids.options().dtype(at::kFloat));
-  const Tensor of_target = targets.defined() ? at::empty(targets.sizes(), log_count.options()) : at::empty({0}, log_count.options());
-  const CountedDraws draws{DrawSeed(seed),
-                           ids.mutable_data_ptr<int64_t>(),
-                           log_count.mutable_data_ptr<float>(),
-                           ids.numel(),
-                           options.num_samples,
-                           targets.defined() ? targets.const_data_ptr<int64_t>() : nullptr,
-                           of_target.mutable_data_ptr<float>(),
-                           of_target.numel()};
-  const auto launch = [&](const auto& draw, const auto& count) {
-    if (const int64_t threads = draws.total + draws.targets; threads > 0) {
-      counted_draws_kernel<<<grid_size(threads, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(draws, draw, count);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
-    }
-  };
+  const CountedSample sample(seed, target, empty_samples(seed, rows, options.num_samples), options.num_samples);
   const double scale = static_log_scale(options);
   if (!uniform) {
-    launch(LogUniformDraw(low, high), LogUniformCount{low, high, scale});
-    return {ids, log_count, of_target};
+    sample.fill(LogUniformDraw(low, high), LogUniformCount{low, high, scale});
+    return sample.result();
   }
   const UniformCount count{low, high, float(scale)};
   const uint64_t classes = uint64_t(high - low);
-  options.distinct ? launch(DistinctUniformDraw{low, classes}, count) : launch(UniformDraw{low, classes}, count);
-  return {options.distinct && options.shared ? std::get<0>(ids.sort()) : ids, log_count, of_target}; // the counts are all the same
+  options.distinct ? sample.fill(DistinctUniformDraw{low, classes}, count) : sample.fill(UniformDraw{low, classes}, count);
+  return sample.result(options.distinct && options.shared);
+}
+
+std::tuple<Tensor, Tensor, Tensor> table_sample(const Tensor& seed, const OptionalTensor& target, const OptionalRows& rows, const StaticOptions& options,
+                                                at::TensorList tables) {
+  check::dim(kOp, "probability", tables[kProbability], 1);
+  check::dtype(kOp, "probability", tables[kProbability], at::kDouble);
+  check::size(kOp, "probability", tables[kProbability], 0, options.num_classes, "num_classes");
+  check::same_device(kOp, "probability", tables[kProbability], "seed", seed);
+  const Tensor probability = tables[kProbability].contiguous();
+  TableCount count{probability.const_data_ptr<double>(), options.num_classes, nullptr, 0, std::numeric_limits<double>::infinity()};
+  if (options.distinct) {
+    using Systematic = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, std::optional<c10::SymInt>, c10::SymInt,
+                                                  at::TensorList);
+    static const auto systematic = samplers::find_op<Systematic>("xsoftmax::systematic_sample");
+    const std::optional<c10::SymInt> sets = rows.has_value() ? std::optional<c10::SymInt>(*rows) : std::nullopt;
+    const auto [ids, log_scale] =
+        systematic.call(seed, probability, tables[kOrder], tables[kCumulative], sets, options.num_samples, tables.slice(kLaidOut));
+    count.scale_on_device = log_scale.const_data_ptr<double>();
+    count.most = 0;
+    const CountedSample sample(seed, target, ids, options.num_samples);
+    sample.count(count);
+    return sample.result();
+  }
+  check_alias_sample(seed, tables[kBins], rows, options.num_samples);
+  check::size(kOp, "bins", tables[kBins], 0, options.num_classes, "num_classes");
+  const StaticTail tail = static_tail(kOp, tables.slice(kLaidOut), options.num_classes);
+  count.log_scale = std::log(double(options.num_samples)) - std::log(tail.total());
+  const Tensor bins = tables[kBins].contiguous();
+  const CountedSample sample(seed, target, empty_samples(seed, rows, options.num_samples), options.num_samples);
+  sample.fill(AliasDraw(bins, tail), count);
+  return sample.result();
+}
+
+// As static_sample.cpp; draws and all their counts in one launch, or behind that of a set drawn without replacement.
+std::tuple<Tensor, Tensor, Tensor> static_sample_cuda(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
+                                                      std::string_view text) {
+  const StaticOptions options = static_options(kOp, tables, text);
+  if (use_reference() || options.law == "fixed") {
+    return static_sample(seed, queries, target, tables, text);
+  }
+  check::dim(kOp, "queries", queries, 2);
+  if (given(target)) {
+    check::int64(kOp, "target", *target);
+    check::same_device(kOp, "target", *target, "seed", seed);
+  }
+  const c10::cuda::CUDAGuard guard(seed.device());
+  const OptionalRows rows = options.shared ? std::nullopt : OptionalRows(queries.size(0));
+  return options.law == "table" ? table_sample(seed, target, rows, options, tables) : range_sample(seed, target, rows, options);
 }
 
 } // namespace

@@ -46,7 +46,11 @@ struct SystematicPlan {
 
 /// The weight of all sorted positions from `position` on: a slot of each bucket, in order.
 XS_HOST_DEVICE inline double systematic_tail(const SystematicTables& tables, int64_t position) {
-  constexpr int kAhead = 8; // loads that wait for memory together
+#ifdef __CUDA_ARCH__
+  constexpr int kAhead = 32; // loads that wait for memory together
+#else
+  constexpr int kAhead = 8;
+#endif
   const int64_t slots = position / tables.buckets, more = position % tables.buckets; // the first `more` buckets hold one position more
   const int64_t all = tables.classes / tables.buckets, longer = tables.classes % tables.buckets;
   double tail = 0;

@@ -1,4 +1,5 @@
 #include "samplers/sampling_cuda.cuh"
+#include "samplers/sorted_set_cuda.h"
 #include "samplers/systematic_draws.h"
 
 #include <ATen/ops/empty.h>
@@ -31,11 +32,14 @@ __device__ int64_t block_first_where(int64_t end, const Predicate& holds) {
   return low;
 }
 
-// A block: what follows from the number of samples. It stays on the device, where the draws read it.
-__global__ void systematic_plan_kernel(SystematicPlan* plan, double* log_scale, SystematicTables tables, int64_t num_samples) {
+/// Makes the plan of a number of samples, by a block. The caller waits for the block before it reads `plan`.
+__device__ void make_plan(SystematicPlan* plan, double* log_scale, const SystematicTables& tables, int64_t num_samples) {
   const TableAsserts asserts;
   const SystematicSearches<TableAsserts> searches{tables, num_samples, asserts};
-  const int64_t support = block_first_where(tables.classes, [&](int64_t p) { return searches.has_no_weight(p); });
+  const auto has_no_weight = [&](int64_t position) { return searches.has_no_weight(position); };
+  // As a rule the lightest class has a weight too, and one look saves the search.
+  const bool all = tables.classes > 0 && !has_no_weight(tables.classes - 1);
+  const int64_t support = all ? tables.classes : block_first_where(tables.classes, has_no_weight);
   asserts.samples(num_samples, support);
   const int64_t certain = block_first_where(most_certain(num_samples, support), [&](int64_t t) { return searches.is_enough(t); });
   for (int64_t b = threadIdx.x; b < tables.parts(); b += blockDim.x) {
@@ -48,6 +52,11 @@ __global__ void systematic_plan_kernel(SystematicPlan* plan, double* log_scale, 
     plan->tail = systematic_tail(tables, certain);
     *log_scale = log(double(num_samples - certain) / plan->tail);
   }
+}
+
+/// The plan on the device, where the draws of private sets read it.
+__global__ void systematic_plan_kernel(SystematicPlan* plan, double* log_scale, SystematicTables tables, int64_t num_samples) {
+  make_plan(plan, log_scale, tables, num_samples);
 }
 
 /// The threads that draw a set: a block where there is one set, else a warp.
@@ -73,9 +82,9 @@ struct Team {
   }
 };
 
-// A team a set. Points are looked up side by side, and only the rare steps between them (settle) are one thread's.
+/// Draws sets, a team each. Points are looked up side by side, and only the rare steps between them (settle) are one thread's.
 template <bool kBlock>
-__global__ void systematic_kernel(int64_t* ids, DrawSeed seed, SystematicTables tables, const SystematicPlan* plan, int64_t num_sets) {
+__device__ void draw_sets(int64_t* ids, DrawSeed seed, const SystematicTables& tables, const SystematicPlan* plan, int64_t num_sets) {
   using Team = Team<kBlock>;
   __shared__ alignas(SystematicLayout) unsigned char storage[(kBlock ? 1 : cuda::kThreads / cuda::kWarp) * sizeof(SystematicLayout)];
   unsigned char* const mine = storage + (kBlock ? 0 : threadIdx.x / cuda::kWarp) * sizeof(SystematicLayout);
@@ -120,6 +129,20 @@ __global__ void systematic_kernel(int64_t* ids, DrawSeed seed, SystematicTables 
   }
 }
 
+/// A warp a set.
+__global__ void private_sets_kernel(int64_t* ids, DrawSeed seed, SystematicTables tables, const SystematicPlan* plan, int64_t num_sets) {
+  draw_sets<false>(ids, seed, tables, plan, num_sets);
+}
+
+/// One block draws the set of the batch, and makes the plan before it: a plan takes two short searches, less than a launch of its own, and one that was kept
+/// could be that of other tables.
+__global__ void shared_set_kernel(int64_t* ids, double* log_scale, DrawSeed seed, SystematicTables tables, int64_t num_samples) {
+  __shared__ SystematicPlan plan;
+  make_plan(&plan, log_scale, tables, num_samples);
+  __syncthreads();
+  draw_sets<true>(ids, seed, tables, &plan, 1);
+}
+
 std::tuple<Tensor, Tensor> systematic_sample_cuda(const Tensor& seed, const Tensor& probability, const Tensor& order, const Tensor& cumulative,
                                                   std::optional<int64_t> num_queries, int64_t num_samples, at::TensorList behind) {
   check_systematic_sample(seed, probability, order, cumulative, num_queries, num_samples);
@@ -130,22 +153,24 @@ std::tuple<Tensor, Tensor> systematic_sample_cuda(const Tensor& seed, const Tens
   const SystematicTables tables{
       weights.const_data_ptr<double>(), slots.const_data_ptr<int64_t>(), sums.const_data_ptr<double>(), tail.first, systematic_buckets(tail.first), tail};
   const Tensor ids = empty_samples(seed, num_queries, num_samples), log_scale = at::empty({}, weights.options());
+  double* const scale = log_scale.mutable_data_ptr<double>();
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  if (!num_queries.has_value()) {
+    const auto threads = unsigned(std::clamp<int64_t>((num_samples + 31) / 32 * 32, 64, 512));
+    shared_set_kernel<<<1, threads, 0, stream>>>(ids.mutable_data_ptr<int64_t>(), scale, DrawSeed(seed), tables, num_samples);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    return {sorted_set_cuda(ids), log_scale};
+  }
   const Tensor storage = at::empty({int64_t(sizeof(SystematicPlan))}, seed.options().dtype(at::kByte));
   auto* plan = reinterpret_cast<SystematicPlan*>(storage.mutable_data_ptr<uint8_t>());
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  systematic_plan_kernel<<<1, cuda::kThreads, 0, stream>>>(plan, log_scale.mutable_data_ptr<double>(), tables, num_samples);
+  systematic_plan_kernel<<<1, cuda::kThreads, 0, stream>>>(plan, scale, tables, num_samples);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   if (ids.numel() > 0) {
-    if (num_sets == 1) {
-      systematic_kernel<true><<<1, unsigned(std::clamp<int64_t>((num_samples + 31) / 32 * 32, 64, 512)), 0, stream>>>(ids.mutable_data_ptr<int64_t>(),
-                                                                                                                      DrawSeed(seed), tables, plan, num_sets);
-    } else {
-      systematic_kernel<false><<<cuda::grid_size(num_sets, cuda::kThreads / cuda::kWarp), cuda::kThreads, 0, stream>>>(ids.mutable_data_ptr<int64_t>(),
-                                                                                                                       DrawSeed(seed), tables, plan, num_sets);
-    }
+    private_sets_kernel<<<cuda::grid_size(num_sets, cuda::kThreads / cuda::kWarp), cuda::kThreads, 0, stream>>>(ids.mutable_data_ptr<int64_t>(), DrawSeed(seed),
+                                                                                                                 tables, plan, num_sets);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
-  return {num_queries.has_value() ? ids : std::get<0>(ids.sort()), log_scale};
+  return {ids, log_scale};
 }
 
 } // namespace

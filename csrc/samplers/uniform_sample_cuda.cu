@@ -1,3 +1,4 @@
+#include "samplers/sorted_set_cuda.h"
 #include "samplers/static_draws.cuh"
 #include "samplers/uniform_sample.h"
 
@@ -16,7 +17,7 @@ at::Tensor uniform_sample_cuda(const at::Tensor& seed, int64_t low, int64_t high
     return ids;
   }
   cuda::fill_draws(ids, seed, cuda::DistinctUniformDraw{low, n});
-  return num_queries.has_value() ? ids : std::get<0>(ids.sort());
+  return num_queries.has_value() ? ids : sorted_set_cuda(ids);
 }
 
 } // namespace

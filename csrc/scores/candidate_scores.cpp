@@ -101,6 +101,8 @@ RowGradients candidate_scores_backward(const Tensor& grad, const Tensor& input, 
   return op.call(grad, input, weight, private_ids, shared_ids, output_mask, scale, dense);
 }
 
+Tensor of_queries(const Tensor& scale, const c10::SymInt& queries) { return scale.dim() == 0 ? scale.expand_symint({queries}) : scale; }
+
 c10::SymInt candidate_rows(const OptionalTensor& private_ids, const OptionalTensor& shared_ids) {
   return (given(private_ids) ? private_ids->sym_numel() : c10::SymInt(0)) + (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
 }
@@ -134,8 +136,10 @@ void check_candidate_scores_backward(const Tensor& grad, const Tensor& input, co
   check::dtype(op, "grad", grad, opmath_dtype(input.scalar_type()));
   check::same_device(op, "grad", grad, "input", input);
   if (given(scale)) {
-    check::dim(op, "scale", *scale, 1);
-    check::size(op, "scale", *scale, 0, grad.sym_size(0), "the rows of grad");
+    if (scale->dim() != 0) {
+      check::dim(op, "scale", *scale, 1);
+      check::size(op, "scale", *scale, 0, grad.sym_size(0), "the rows of grad");
+    }
     check::same_dtype(op, "scale", *scale, "grad", grad);
     check::same_device(op, "scale", *scale, "grad", grad);
   }
@@ -161,10 +165,12 @@ RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tenso
                                                  const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale, bool dense) {
   check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
   Tensor query = input.to(grad.scalar_type());
+  Tensor scores_grad = grad;
   if (given(scale)) { // of an ignored query, 0 times what is not finite would not be 0
-    query = query.masked_fill(scale->eq(0).unsqueeze(1), 0);
+    const Tensor factor = of_queries(*scale, grad.sym_size(0)).unsqueeze(1);
+    query = query.masked_fill(factor.eq(0), 0);
+    scores_grad = (grad * factor).masked_fill(grad.eq(0), 0);
   }
-  const Tensor scores_grad = given(scale) ? grad * scale->unsqueeze(1) : grad;
   const Tensor pair_ids = ids_or_empty(private_ids, input, true), all = ids_or_empty(shared_ids, input, false);
   const int64_t width = pair_ids.size(1), shared = all.size(0), dims = weight.size(1);
   const Tensor pair_grad = scores_grad.narrow(1, 0, width), all_grad = scores_grad.narrow(1, width, shared);

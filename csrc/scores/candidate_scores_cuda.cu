@@ -65,9 +65,11 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
   }
   const Ids ids = contiguous_ids(input, weight.size(0), private_ids, shared_ids);
   const auto [want_input, want_weight, want_bias] = output_mask;
-  const Tensor scores_grad = grad.contiguous(), factor = given(scale) ? scale->contiguous() : Tensor();
+  // One factor of all goes to the results, which are smaller than the gradients of the scores.
+  const bool one_factor = given(scale) && scale->dim() == 0;
+  const Tensor scores_grad = with_unit_column_stride(grad), factor = given(scale) ? scale->contiguous() : Tensor();
   const Tensor query = input.contiguous(), table = with_unit_column_stride(weight);
-  const int64_t stride = grad.size(1);
+  const int64_t stride = scores_grad.stride(0);
   const Tensor shared_grad = scores_grad.narrow(1, ids.pairs.ids.size(1), ids.shared.size(0));
 
   Tensor grad_input = input.new_empty({0, input.size(1)});
@@ -77,16 +79,20 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
     if (ids.shared.size(0) > 0) {
       weighted_sum_out(grad_input, shared_grad, table.index_select(0, ids.shared), has_pairs);
     }
-    grad_input = (factor.defined() ? grad_input.mul_(factor.unsqueeze(1)) : grad_input).to(input.scalar_type());
+    if (factor.defined()) {
+      grad_input.mul_(one_factor ? factor : factor.unsqueeze(1));
+    }
+    grad_input = grad_input.to(input.scalar_type());
   }
   if (!want_weight && !want_bias) {
     return {grad_input, ids.shared.new_empty({0}), input.new_empty({0, input.size(1)}), input.new_empty({0})};
   }
   // Of an ignored query, 0 times what is not finite would not be 0.
-  const auto of_counted = [&](const Tensor& rows) { return factor.defined() ? rows.masked_fill(factor.eq(0).unsqueeze(1), 0) : rows; };
+  const bool by_query = factor.defined() && !one_factor;
+  const auto of_counted = [&](const Tensor& rows) { return by_query ? rows.masked_fill(factor.eq(0).unsqueeze(1), 0) : rows; };
   Tensor shared_values, shared_bias;
   if (ids.shared.size(0) > 0) {
-    const Tensor scaled = factor.defined() ? of_counted(shared_grad * factor.unsqueeze(1)) : shared_grad;
+    const Tensor scaled = by_query ? of_counted(shared_grad * factor.unsqueeze(1)) : shared_grad;
     if (want_weight) {
       shared_values = at::empty({ids.shared.size(0), input.size(1)}, scores_grad.options());
       weighted_sum_out(shared_values, scaled.t(), of_counted(query), /*add=*/false);

@@ -40,8 +40,8 @@ inline bool multiplies_rounded(at::ScalarType dtype) { return dtype == at::kBFlo
 
 /// The row-sparse gradient over R = pairs + shared ids: (rows [R], values [R, D], bias values [R]). Rows stand sorted; all of a
 /// class's gradient is in its first row, and its other rows are zero. `shared_values` [S, D] (opmath dtype) and `shared_bias` [S] are
-/// the gradients of the shared rows. `scale` [Q], where defined, multiplies the gradients of a query's pairs. Values are in `input`'s
-/// dtype. `wanted`: values, bias; else [0, D] and [0].
+/// the gradients of the shared rows. `scale`, where defined, multiplies the gradients of a query's pairs, [Q], or all gradients, []; what is 0 stays so.
+/// Values are in `input`'s dtype. `wanted`: values, bias; else [0, D] and [0].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cuda(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale, const at::Tensor& input,
                                                                  const CudaPairs& pairs, const at::Tensor& shared_ids, const at::Tensor& shared_values,
                                                                  const at::Tensor& shared_bias, std::array<bool, 2> wanted);

@@ -42,7 +42,8 @@ struct RowGradient {
   Pairs pairs;
   const opmath* grad;
   int64_t grad_stride;
-  const opmath* scale; // [Q], nullptr: ones
+  const opmath* scale; // [Q], or with a stride of 0 one number, also of the shared rows; nullptr: ones
+  int64_t scale_stride;
   const T* input;
   const opmath* shared_values;
   const opmath* shared_bias;
@@ -59,10 +60,13 @@ struct RowGradient {
       return {pairs.queries + (position - pairs.total), opmath(1)};
     }
     const int64_t query = pairs.query_of(position);
-    const opmath factor = scale == nullptr ? opmath(1) : scale[query];
-    // Of an ignored query, 0 times what is not finite would not be 0.
-    return {query, factor == opmath(0) ? opmath(0) : grad[pairs.address(query, position, grad_stride)] * factor};
+    const opmath factor = scale == nullptr ? opmath(1) : scale[query * scale_stride];
+    return {query, times(grad[pairs.address(query, position, grad_stride)], factor)};
   }
+
+  // Of an ignored query, 0 times what is not finite would not be 0.
+  __device__ static opmath times(opmath gradient, opmath factor) { return gradient == opmath(0) || factor == opmath(0) ? opmath(0) : gradient * factor; }
+  __device__ opmath of_shared(opmath gradient) const { return scale == nullptr || scale_stride != 0 ? gradient : times(gradient, *scale); }
 };
 
 // A warp sums 32 N columns (blockIdx.y picks them) of a chunk of 32 places, run by run in order. Lanes look up what the places add side by side;
@@ -146,12 +150,12 @@ __global__ void row_gradient_kernel(const __grid_constant__ RowGradient<T> g) {
         }
         const bool shared = row[k] >= g.pairs.queries;
         if (of_bias) {
-          bias_sum += shared ? g.shared_bias[row[k] - g.pairs.queries] : coefficient[k];
+          bias_sum += shared ? g.of_shared(g.shared_bias[row[k] - g.pairs.queries]) : coefficient[k];
         }
         if (mine && shared) {
 #pragma unroll
           for (int i = 0; i < N; ++i) {
-            sum[i] += g.shared_values[(row[k] - g.pairs.queries) * g.width + d + i];
+            sum[i] += g.of_shared(g.shared_values[(row[k] - g.pairs.queries) * g.width + d + i]);
           }
         } else if (mine && coefficient[k] != opmath(0)) {
 #pragma unroll
@@ -286,6 +290,7 @@ void sum_runs(const Tensor& rows, const Tensor& values, const Tensor& bias, cons
                                          from.grad.const_data_ptr<opmath>(),
                                          from.grad_stride,
                                          pointer(from.scale),
+                                         from.scale.defined() && from.scale.dim() == 1 ? 1 : 0,
                                          from.input.const_data_ptr<scalar_t>(),
                                          pointer(from.shared_values),
                                          pointer(from.shared_bias),

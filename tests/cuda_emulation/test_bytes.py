@@ -269,7 +269,7 @@ def systematic_draws():
     classes, samples = 1_000_000, 512
     weights = 1 / torch.arange(1, classes + 1, dtype=torch.float64)
     order, cumulative = ops.systematic_table(weights)
-    return Case(lambda: ops.systematic_sample(seed(), weights, order, cumulative, None, samples, []), "systematic_kernel",
+    return Case(lambda: ops.systematic_sample(seed(), weights, order, cumulative, None, samples, []), "shared_set_kernel",
                 memory=samples * (8 + 2 * SECTOR), shape="512 shared of 1M, Zipf", limit=4,
                 why="a class is found by a binary search, whose steps are a sector each; all of them together are a matter of time, not of bytes")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import xsoftmax as xs
 
@@ -48,6 +49,39 @@ def test_a_loss_that_looks_at_no_target_is_the_same(shared, ignore_index, reduct
     for blind, seeing in zip(run(False), run(True)):
         assert seeing.isfinite().all() and seeing.abs().sum() > 0
         torch.testing.assert_close(blind, seeing)
+
+
+class ScoreGradients(TorchDispatchMode):
+    """Collects the gradients of scores that meet the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.xsoftmax.candidate_scores_backward.default:
+            self.found.append(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("private", [0, 20])
+def test_products_with_shared_candidates_read_16_bytes_at_a_time(private):
+    """Where a row does not begin on 16 bytes, products of bfloat16 and TF32 leave the fast kernels of a device."""
+    torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
+    torch.ops.cuda_emulator.take_over()
+    parts = [xs.samplers.UniformSampler(1000, 51)] + ([xs.samplers.LogUniformSampler(1000, private, shared=False)] if private else [])
+    sampler = xs.samplers.UnionSampler(*parts) if private else parts[0]
+    loss = xs.SampledSoftmaxLoss(64, 1000, sampler=sampler)
+    torch.ops.cuda_emulator.let_host_read(False)
+    try:
+        with ScoreGradients() as gradients:
+            loss(torch.randn(16, 64, requires_grad=True), torch.randint(1000, (16,))).backward()
+    finally:
+        torch.ops.cuda_emulator.let_host_read(True)
+    [gradient] = gradients.found
+    assert gradient.shape == (16, 1 + private + 51)
+    shared = gradient[:, 1 + private:]
+    assert shared.stride(0) * shared.element_size() % 16 == 0 and shared.data_ptr() % 16 == 0
 
 
 def test_compiles_for_any_batch_size():

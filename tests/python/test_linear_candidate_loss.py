@@ -75,3 +75,35 @@ def test_estimators(estimator, remove):
 def test_dtypes(dtype, strided):
     for shape in ("both", "private", "shared", "many rows"):
         compare(problem(*SHAPES[shape], dtype, strided), "estimator=sampled_softmax", dtype)
+
+
+@pytest.mark.parametrize("impl", ["kernel", "reference"])
+def test_aligned_scores_hold_the_same(impl):
+    """Shared scores begin on a multiple of eight columns, and rows are as long; what they hold is the same."""
+    for P, S in ((0, 33), (3, 7), (7, 8)):
+        arguments = problem(5, P, S, 40, 50, 0, 0, torch.float32)
+        with xs.use_impl(impl):
+            plain = ops.linear_candidate_loss_forward(*arguments, "", [True, True])
+            aligned = ops.linear_candidate_loss_forward(*arguments, "", [True, True], None, True)
+        lead = -(1 + P) % 8
+        assert aligned[2].shape[1] % 8 == 0 and aligned[2].shape[1] - lead - (1 + P + S) < 8
+        counted = torch.arange(5) != 1
+        torch.testing.assert_close(aligned[2][counted, lead:lead + 1 + P + S], plain[2][counted], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close([t[counted] for t in aligned[:2]], [t[counted] for t in plain[:2]], rtol=1e-6, atol=1e-6)
+
+
+def test_one_factor_of_all_scores():
+    """A scale of no dimension is that of every query, and leaves a gradient of 0 as it is, whatever the factor and the query hold."""
+    generator = torch.Generator().manual_seed(1)
+    grad, input, weight = (torch.randn(*size, generator=generator) for size in ((4, 5), (4, 6), (20, 6)))
+    private, shared = torch.randint(20, (4, 2), generator=generator), torch.randint(20, (3,), generator=generator)
+    grad[1] = 0
+    for factor in (3.0, 0.0):
+        one, each = (ops.candidate_scores_backward(grad, input, weight, private, shared, [True, True, True], scale, True)
+                     for scale in (torch.tensor(factor), torch.full((4,), factor)))
+        torch.testing.assert_close(one, each)
+    row = torch.zeros(1, 5)
+    infinite = ops.candidate_scores_backward(row, input[:1], weight, private[:1], shared, [False, True, False], torch.tensor(float("inf")), True)
+    with xs.use_impl("reference"):
+        reference = ops.candidate_scores_backward(row, input[:1], weight, private[:1], shared, [False, True, False], torch.tensor(float("inf")), True)
+    assert reference[2].eq(0).all() and infinite[2].isnan().logical_not().all()
