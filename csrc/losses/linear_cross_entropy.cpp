@@ -4,11 +4,13 @@
 #include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/host_reads.h"
 #include "core/optional.h"
 #include "core/options.h"
 #include "core/scale_gradient.h"
 #include "core/shape_checks.h"
 #include "losses/logit_transform.h"
+#include "losses/loss_shares.h"
 #include "losses/reduction.h"
 #include "xsoftmax/ops.h"
 
@@ -17,10 +19,12 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/dot.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
@@ -74,23 +78,24 @@ CrossEntropyState forward_meta(const Tensor& input, const Tensor& weight, const 
   return {at::empty_symint({queries}, floats), at::empty_symint({c10::SymInt(2), queries}, floats), at::empty_symint({queries, saved}, floats)};
 }
 
-LinearGradients gradients_meta(const Tensor& input, const Tensor& weight, std::array<bool, 3> output_mask) {
+LinearGradients gradients_meta(const Tensor& input, const Tensor& weight, at::ScalarType dtype, std::array<bool, 3> output_mask) {
   const c10::SymInt none(0), classes = weight.sym_size(0), features = weight.sym_size(1);
-  return {at::empty_symint({output_mask[0] ? input.sym_size(0) : none, features}, input.options()),
-          at::empty_symint({output_mask[1] ? classes : none, features}, input.options()), at::empty_symint({output_mask[2] ? classes : none}, input.options())};
+  const auto options = input.options().dtype(dtype);
+  return {at::empty_symint({output_mask[0] ? input.sym_size(0) : none, features}, options),
+          at::empty_symint({output_mask[1] ? classes : none, features}, options), at::empty_symint({output_mask[2] ? classes : none}, options)};
 }
 
 LinearGradients backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                               const OptionalTensor& class_weight, const Tensor& normalizer, const Tensor& saved_logits, std::string_view text,
                               std::array<bool, 3> output_mask) {
   check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text);
-  return gradients_meta(input, weight, output_mask);
+  return gradients_meta(input, weight, input.scalar_type(), output_mask);
 }
 
 CrossEntropyWithGradients with_gradients_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                               const OptionalTensor& class_weight, std::string_view text, std::array<bool, 3> output_mask) {
   check_linear_cross_entropy_with_gradients(grad, input, weight, bias, target, class_weight, text);
-  auto [grad_input, grad_weight, grad_bias] = gradients_meta(input, weight, output_mask);
+  auto [grad_input, grad_weight, grad_bias] = gradients_meta(input, weight, opmath_dtype(input.scalar_type()), output_mask);
   return {at::empty_symint({input.sym_size(0)}, input.options().dtype(opmath_dtype(input.scalar_type()))), grad_input, grad_weight, grad_bias};
 }
 
@@ -115,35 +120,39 @@ Tensor reduce(const Tensor& loss, const Tensor& target, const OptionalTensor& cl
   }
 }
 
-// gradient * factor; in place where it is `ours`, and not at all for a factor of 1.
+// gradient * factor in the dtype of `source`; in place, if they have it, where it is `ours`, and not at all for a factor of 1.
 Tensor scaled(const Tensor& gradient, const Tensor& factor, const Tensor& source, bool ours) {
   if (!ours || at::isTensorSubclassLike(gradient) || at::isTensorSubclassLike(factor)) {
-    return scale_gradient(gradient, factor, source);
+    return scale_gradient(gradient, factor, source).to(source.scalar_type());
+  }
+  if (gradient.scalar_type() != source.scalar_type()) {
+    Tensor narrow = at::empty(gradient.sizes(), gradient.options().dtype(source.scalar_type()));
+    return at::mul_out(narrow, gradient, factor);
   }
   const bool one = factor.is_cpu() && factor.item<double>() == 1; // elsewhere, looking would wait for the device
   return one ? gradient : gradient.mul_(factor);
 }
 
-// The sum of the losses over a divisor.
+// The sum of the losses over a divisor; or, where shares [Q] are given, of the losses times these: on a device they are made in one launch.
 class ReducedCrossEntropy : public torch::autograd::Function<ReducedCrossEntropy> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                        const OptionalTensor& class_weight, const Tensor& divisor, std::string_view text) {
+                        const OptionalTensor& class_weight, const OptionalTensor& divisor, const OptionalTensor& shares, std::string_view text) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const std::array<bool, 3> wanted{input.requires_grad(), weight.requires_grad(), given(bias) && bias->requires_grad()};
     const Tensor counted = counted_rows(input, target, parse_options<CrossEntropyOptions>(kOp, text).ignore_index);
-    auto [loss, grad_input, grad_weight, grad_bias] =
-        call_with_gradients(divisor.reciprocal().expand_symint({input.sym_size(0)}), counted, weight, bias, target, class_weight, text, wanted);
+    const Tensor grad = given(shares) ? *shares : divisor->reciprocal().expand_symint({input.sym_size(0)});
+    auto [loss, grad_input, grad_weight, grad_bias] = call_with_gradients(grad, counted, weight, bias, target, class_weight, text, wanted);
     ctx->save_for_backward({grad_input, grad_weight, grad_bias, input, weight, bias.value_or(Tensor())});
     ctx->saved_data["hooked"] = at::SavedTensorDefaultHooks::get_hooks().has_value(); // others may hold what was saved
-    return loss.sum() / divisor;
+    return given(shares) ? at::dot(loss, *shares) : loss.sum() / *divisor;
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     // Nothing else will come for the gradients.
     const bool ours = !torch::autograd::get_current_graph_task_keep_graph() && !at::GradMode::is_enabled() && !ctx->saved_data["hooked"].toBool();
-    torch::autograd::variable_list result(7);
+    torch::autograd::variable_list result(8);
     for (const size_t i : {0, 1, 2}) {
       if (ctx->needs_input_grad(i)) {
         result[i] = scaled(saved[i], grads[0], saved[3 + i], ours);
@@ -159,7 +168,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
                         const OptionalTensor& class_weight, std::string_view text) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const Tensor counted = counted_rows(input, target, parse_options<CrossEntropyOptions>(kOp, text).ignore_index);
-    auto [loss, normalizer, saved_logits] = call_forward(counted, weight, bias, target, class_weight, text, /*save_logits=*/true);
+    auto [loss, normalizer, saved_logits] = call_forward(counted, weight, bias, target, class_weight, text, /*save_logits=*/!check::on_device(input));
     ctx->save_for_backward({counted, weight, bias.value_or(Tensor()), target, class_weight.value_or(Tensor()), normalizer, saved_logits});
     ctx->saved_data["options"] = std::string(text);
     return loss;
@@ -204,10 +213,14 @@ Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight, 
   check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
   const OptionalTensor weights = given(class_weight) ? OptionalTensor(class_weight->detach()) : std::nullopt;
   const at::ScalarType sums = opmath_dtype(input.scalar_type());
-  if (reduction != at::Reduction::None && (input.scalar_type() == sums || (input.is_cuda() && input.scalar_type() == at::kBFloat16))) {
-    const Tensor divisor =
-        reduction == at::Reduction::Mean ? mean_divisor(target, weights, options.ignore_index, sums) : at::ones({}, input.options().dtype(sums));
-    return ReducedCrossEntropy::apply(input, weight, bias, target, weights, divisor, text);
+  if (reduction != at::Reduction::None && (input.scalar_type() == sums || check::on_device(input))) {
+    OptionalTensor divisor, shares;
+    if (reduction == at::Reduction::Mean && check::on_device(input) && !given(weights)) {
+      shares = mean_shares(target, options.ignore_index, sums);
+    } else {
+      divisor = reduction == at::Reduction::Mean ? mean_divisor(target, weights, options.ignore_index, sums) : at::ones({}, input.options().dtype(sums));
+    }
+    return ReducedCrossEntropy::apply(input, weight, bias, target, weights, divisor, shares, text);
   }
   const Tensor loss = LinearCrossEntropy::apply(input, weight, bias, target, weights, text);
   return reduce(loss, target, weights, options);
@@ -399,6 +412,11 @@ LinearGradients linear_cross_entropy_backward_reference(const Tensor& grad, cons
 CrossEntropyWithGradients linear_cross_entropy_with_gradients_composite(const Tensor& grad, const Tensor& input, const Tensor& weight,
                                                                         const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
                                                                         std::string_view text, std::array<bool, 3> output_mask) {
+  if (const auto dtype = opmath_dtype(input.scalar_type()); input.scalar_type() != dtype) { // or gradients would be rounded
+    const auto wide = [dtype](const Tensor& tensor) { return tensor.to(dtype); };
+    return linear_cross_entropy_with_gradients_composite(grad, wide(input), wide(weight), given(bias) ? OptionalTensor(wide(*bias)) : bias, target, class_weight,
+                                                         text, output_mask);
+  }
   auto [loss, normalizer, saved] = call_forward(input, weight, bias, target, class_weight, text, true);
   auto [grad_input, grad_weight, grad_bias] = call_backward(grad, input, weight, bias, target, class_weight, normalizer, saved, text, output_mask);
   return {loss, grad_input, grad_weight, grad_bias};

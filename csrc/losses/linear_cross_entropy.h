@@ -19,14 +19,14 @@ namespace xsoftmax {
 // them), as many as fit into a fixed number of bytes: a small table needs no product twice.
 //
 // Where the gradient that reaches the loss is known beforehand but for a factor, as it is for a mean or a sum, float32 and float64
-// gradients are made with the loss, and the backward pass only multiplies them by the factor. So are bfloat16 ones on CUDA, where no product is then
-// taken twice: kernels there work through rows of queries, as many as fit into a workspace of 512 MB. float16 gradients are not: they could lose what a
-// gradient scaler's factor saves.
+// gradients are made with the loss, and the backward pass only multiplies them by the factor. So are those of 16 bits on CUDA, where no product is then
+// taken twice: kernels there work through rows of queries, as many as fit into a workspace of 512 MB, and keep no logits. The gradients stay float32 until the
+// factor has come: those of float16 could lose what a gradient scaler's factor saves, and one pass turns them into 16 bits.
 
 using CrossEntropyState = std::tuple<at::Tensor, at::Tensor, at::Tensor>;    ///< loss [Q], normalizer, saved_logits
 using LinearGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>; ///< of input, weight, bias; no rows where not wanted
 
-/// loss [Q], then LinearGradients
+/// loss [Q], then LinearGradients in the dtype of the loss
 using CrossEntropyWithGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 /// How many of the first classes have their logits saved for the backward pass.

@@ -4,13 +4,17 @@
 #include "core/impl.h"
 #include "losses/linear_cross_entropy.h"
 #include "losses/logit_transform.h"
+#include "scores/gather_dot_cuda.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <tuple>
 
 namespace xsoftmax {
 namespace {
@@ -37,59 +41,69 @@ struct Terms {
   __device__ A z_weight(int64_t q) const { return z_loss * class_weight_of(q); }
   __device__ A class_weight_of(int64_t q) const { return class_weight == nullptr ? A(1) : class_weight[target[q]]; }
   __device__ double all_weights() const { return weight_sum == nullptr ? double(classes) : *weight_sum; }
+
+  // The loss of a query.
+  __device__ A loss(const LogitBlock<A>& block, int64_t q, const RowFold<A>& row, A log_sum) const {
+    if (ignored(q)) {
+      return 0;
+    }
+    A value = target_weight(q) * ((row.max - block.target_logit(q)) + log_sum);
+    if (label_smoothing != 0) {
+      value += A(even * (all_weights() * (double(row.max) + log_sum) - row.even));
+    }
+    if (z_loss != 0) {
+      const A log_normalizer = row.max + log_sum;
+      value += z_weight(q) * log_normalizer * log_normalizer;
+    }
+    return value;
+  }
 };
 
-// The loss of a query whose largest logit is `max`. even: sum of class_weight * logit, where labels are smoothed.
+// Where the largest logit of each query stands, and behind it the logarithm of the sum of e^(logit - largest); [Q] each, nullptr: not known.
 template <typename A>
-__device__ inline A loss_of(const Terms<A>& terms, int64_t q, A max, A log_sum, A target_logit, double even) {
-  if (terms.ignored(q)) {
-    return 0;
-  }
-  A value = terms.target_weight(q) * ((max - target_logit) + log_sum);
-  if (terms.label_smoothing != 0) {
-    value += A(terms.even * (terms.all_weights() * (double(max) + log_sum) - even));
-  }
-  if (terms.z_loss != 0) {
-    const A log_normalizer = max + log_sum;
-    value += terms.z_weight(q) * log_normalizer * log_normalizer;
-  }
-  return value;
-}
+struct Normalizer {
+  A *max, *log_sum;
+};
 
-// A thread a query: its loss, and the logarithm of its sum in the place of the sum.
-template <typename A>
-__global__ void finish_kernel(A* loss, SoftmaxState<A> state, Terms<A> terms, int64_t queries) {
-  for (int64_t q = global_thread(); q < queries; q += grid_threads()) {
-    const A log_sum = log(state.sum[q]);
-    state.sum[q] = log_sum;
-    loss[q] = loss_of(terms, q, state.max[q], log_sum, state.target_logit[q], state.even == nullptr ? 0.0 : state.even[q]);
+// A block of threads a query, whose products with all classes are `block`.
+template <typename A, int N>
+__global__ void loss_kernel(A* loss, Normalizer<A> normalizer, LogitBlock<A> block, Terms<A> terms) {
+  for (int64_t q = blockIdx.x; q < block.queries; q += gridDim.x) {
+    const RowFold<A> row = fold_row<N>(block, q, terms.label_smoothing != 0, nullptr);
+    if (threadIdx.x == 0) {
+      const A log_sum = log(row.sum);
+      normalizer.max[q] = row.max;
+      normalizer.log_sum[q] = log_sum;
+      loss[q] = terms.loss(block, q, row, log_sum);
+    }
   }
 }
 
-// The gradient of the logits of a query, (softmax - one-hot) times what reaches it, by a block of threads. kInPlace: `out` begins where the logits do.
-template <bool kInPlace, int N, typename A, typename Out>
+// The gradients of the products of a query, by a block of threads, in their place: `out` begins where the products do.
+template <int N, typename A, typename Out>
 __device__ inline void slope_row(Out* out, const LogitBlock<A>& block, const Terms<A>& terms, int64_t q, A grad, A max, A log_sum) {
   const bool ignored = terms.ignored(q);
   const A target_grad = ignored ? A(0) : grad * terms.target_weight(q), even = ignored ? A(0) : A(grad * terms.even);
   const A z_grad = ignored || terms.z_loss == 0 ? A(0) : 2 * grad * terms.z_weight(q) * (max + log_sum);
   const A scale = ignored ? A(0) : A((target_grad + even * terms.all_weights() + z_grad) * exp(-log_sum));
   const int64_t place = ignored ? -1 : terms.target[q] - block.begin;
-  const A* row = block.logits + q * block.stride;
+  const A* row = block.products + q * block.stride;
   for (int64_t base = 0; base < block.size; base += int64_t(blockDim.x) * N) {
     const int64_t j = base + int64_t(threadIdx.x) * N;
-    A slope[N];
+    A slope[N] = {};
     if (j < block.size) {
       const auto pack = load_pack<N>(row + j);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const int64_t c = block.begin + j + i;
-        const A x = pack.values[i] + (block.bias == nullptr ? A(0) : block.bias[c]);
-        const A value = scale * on_device::exponential(x - max) - even * (block.class_weight == nullptr ? A(1) : block.class_weight[c]);
-        slope[i] = ignored ? A(0) : value - (j + i == place ? target_grad : A(0)); // 0 even where logits are not finite
+        if (j + i < block.size && !ignored) { // 0 where a logit of an ignored query is not finite
+          const A x = block.logit(pack.values[i], j + i);
+          const A value = scale * exponential_below(x - max) - (even == A(0) ? A(0) : even * block.weight_of(j + i));
+          slope[i] = (value - (j + i == place ? target_grad : A(0))) * block.form.derivative(x);
+        }
       }
     }
-    if constexpr (kInPlace && sizeof(Out) < sizeof(A)) {
-      __syncthreads(); // what is written lies over logits that other threads read in this round or before
+    if constexpr (sizeof(Out) < sizeof(A)) {
+      __syncthreads(); // what is written lies over products that other threads read in this round or before
     }
     if (j < block.size) {
       store_pack(out + j, slope);
@@ -97,46 +111,26 @@ __device__ inline void slope_row(Out* out, const LogitBlock<A>& block, const Ter
   }
 }
 
-// A block of threads a query.
+// A block of threads a query, whose products with all classes are `block`: their gradients, of type Out, take their place. loss: written where the normalizer
+// is not known.
 template <typename A, typename Out, int N>
-__global__ void slope_kernel(Out* out, LogitBlock<A> block, Terms<A> terms, const A* grad, const A* normalizer) {
+__global__ void slope_kernel(A* loss, A* products, LogitBlock<A> block, Terms<A> terms, const A* grad, Normalizer<A> normalizer) {
   for (int64_t q = blockIdx.x; q < block.queries; q += gridDim.x) {
-    slope_row<false, N>(out + q * block.size, block, terms, q, grad[q], normalizer[q], normalizer[block.queries + q]);
-  }
-}
-
-// The same where the block is all classes, with the loss. The gradients, of type Out, take the place of the logits, row by row.
-template <typename A, typename Out, int N>
-__global__ void loss_and_slope_kernel(A* loss, A* logits, LogitBlock<A> block, Terms<A> terms, const A* grad) {
-  for (int64_t q = blockIdx.x; q < block.queries; q += gridDim.x) {
-    const RowFold<A> row = fold_row<N>(block, q, terms.label_smoothing != 0, nullptr);
-    const A log_sum = log(row.sum);
-    if (threadIdx.x == 0) {
-      loss[q] = loss_of(terms, q, row.max, log_sum, target_logit(block, q, A(0)), row.even);
+    A max, log_sum;
+    if (normalizer.max == nullptr) {
+      const RowFold<A> row = fold_row<N>(block, q, terms.label_smoothing != 0, nullptr);
+      max = row.max;
+      log_sum = log(row.sum);
+      if (threadIdx.x == 0) {
+        loss[q] = terms.loss(block, q, row, log_sum);
+      }
+      __syncthreads(); // the product of the target has been read
+    } else {
+      max = normalizer.max[q];
+      log_sum = normalizer.log_sum[q];
     }
-    __syncthreads(); // the logit of the target has been read
-    slope_row<true, N>(reinterpret_cast<Out*>(logits + q * block.stride), block, terms, q, grad[q], row.max, log_sum);
+    slope_row<N>(reinterpret_cast<Out*>(products + q * block.stride), block, terms, q, grad[q], max, log_sum);
   }
-}
-
-template <typename Out, typename A>
-void launch_loss_and_slope(A* loss, A* logits, const LogitBlock<A>& block, const Terms<A>& terms, const A* grad) {
-  const bool wide = aligned(block.logits, block.stride, sizeof(A)) && aligned(nullptr, block.size, sizeof(A));
-  dispatch_pack<A>(wide, [&](auto pack) {
-    constexpr int N = decltype(pack)::value;
-    loss_and_slope_kernel<A, Out, N><<<grid_size(block.queries, 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(loss, logits, block, terms, grad);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  });
-}
-
-template <typename A, typename Out>
-void launch_slope(Out* out, const LogitBlock<A>& block, const Terms<A>& terms, const A* grad, const A* normalizer) {
-  const bool wide = aligned(block.logits, block.stride, sizeof(A)) && aligned(nullptr, block.size, sizeof(A));
-  dispatch_pack<A>(wide, [&](auto pack) {
-    constexpr int N = decltype(pack)::value;
-    slope_kernel<A, Out, N><<<grid_size(block.queries, 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(out, block, terms, grad, normalizer);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  });
 }
 
 // The tensors behind Terms and LogitBlock, contiguous, in opmath.
@@ -172,10 +166,10 @@ struct Operands {
             A(options.z_loss)};
   }
   template <typename A>
-  LogitBlock<A> block(const Tensor& logits, int64_t begin) const {
-    const A* remaining_bias = transforms(options) ? nullptr : pointer<A>(bias);
+  LogitBlock<A> block(const Tensor& products) const {
     const A* smoothed = options.label_smoothing > 0 ? pointer<A>(class_weight) : nullptr; // 0 times a weight may be no number
-    return {logits.const_data_ptr<A>(), logits.stride(0), queries, begin, logits.size(1), remaining_bias, smoothed, target.const_data_ptr<int64_t>()};
+    return {products.const_data_ptr<A>(), products.stride(0), queries, 0, classes, pointer<A>(bias), smoothed, target.const_data_ptr<int64_t>(),
+            {A(options.logit_scale), A(options.softcap)}};
   }
   // Those of `count` queries.
   Operands rows(int64_t first, int64_t count) const {
@@ -185,29 +179,114 @@ struct Operands {
     some.queries = count;
     return some;
   }
-  // The products of a block of classes, turned into logits with the bias where options transform them.
-  void products(const Tensor& out, const Tensor& weight, int64_t begin, int64_t size) const {
-    block_products(out, query, weight, begin, size);
-    if (transforms(options)) {
-      transform_products(out, bias.defined() ? OptionalTensor(bias.narrow(0, begin, size)) : std::nullopt, options);
+};
+
+// Room for the products of some queries with all classes, in opmath: rows begin on 16 bytes whatever the classes are, or matrix products and loads would be
+// slow. As many queries as fit into the workspace, since products are the faster the more they have.
+class ProductRows {
+ public:
+  ProductRows(const Operands& operands, const Tensor& weight, at::TensorOptions options) : weight_(weight), operands_(operands) {
+    constexpr int64_t kColumns = 8, kQueries = 128;
+    const int64_t width = (operands.classes + kColumns - 1) / kColumns * kColumns;
+    const int64_t fitting = (std::min<int64_t>(operands.options.workspace_mb, 1 << 20) << 20) / (width * int64_t(options.dtype().itemsize()));
+    step_ = std::min(operands.queries, fitting >= kQueries ? fitting / kQueries * kQueries : std::max<int64_t>(1, fitting));
+    memory_ = at::empty({step_, width}, options);
+  }
+
+  // Calls visit(operands, products, first) for the queries from `first` on.
+  template <typename Visit>
+  void for_each(const Visit& visit) const {
+    for (int64_t first = 0; first < operands_.queries; first += step_) {
+      const Operands rows = operands_.rows(first, std::min(step_, operands_.queries - first));
+      const Tensor products = memory_.narrow(0, 0, rows.queries).narrow(1, 0, operands_.classes);
+      product_out_cuda(products, rows.query, weight_.t());
+      visit(rows, products, first);
     }
+  }
+  // The same memory as numbers of 16 bits, which begin where the products do.
+  Tensor rounded(const Tensor& products, at::ScalarType dtype) const {
+    return memory_.view(dtype).narrow(0, 0, products.size(0)).narrow(1, 0, operands_.classes);
+  }
+
+ private:
+  Tensor memory_, weight_;
+  const Operands& operands_;
+  int64_t step_;
+};
+
+// Gradients of products in float16 are made for losses that count about as much as kMost, and what follows is divided by the same number: float16 would lose
+// those of a mean over thousands of queries. No gradient grows beyond what it holds.
+struct HalfScale {
+  Tensor of_loss, of_result; // [Q], []
+
+  HalfScale(const Tensor& grad, const Operands& operands) {
+    constexpr double kMost = 512, kLargestLogit = 100;
+    const CrossEntropyOptions& options = operands.options;
+    const double growth = std::max(1.0, options.logit_scale) * (1 + 2 * options.z_loss * kLargestLogit);
+    const double headroom = std::exp2(std::floor(std::log2(kMost / growth)));
+    const Tensor largest = grad.abs().amax();
+    const Tensor unit = (operands.class_weight.defined() ? largest * operands.class_weight.abs().amax().clamp_min(1) : largest).nan_to_num(1, 1, 1);
+    const Tensor nonzero = unit.masked_fill(unit.eq(0), 1);
+    of_loss = grad * (headroom / nonzero);
+    of_result = nonzero / headroom;
   }
 };
 
-// Calls visit(begin, size) for each block of classes; the first `saved` classes and the others are not in one block.
-template <typename Visit>
-void for_each_block(int64_t classes, int64_t saved, int64_t width, const Visit& visit) {
-  for (int64_t begin = 0, size = 0; begin < classes; begin += size) {
-    size = std::min(width, (begin < saved ? saved : classes) - begin);
-    visit(begin, size);
+// The gradients in opmath; by rows of queries, whose gradients of products take the place of these, and meet the table and the queries in two more products.
+// loss [Q]: written where `normalizer` is not defined.
+LinearGradients gradients_by_rows(const Operands& operands, const Tensor& weight, const Tensor& given_grad, const Tensor& loss, const Tensor& normalizer,
+                                  std::array<bool, 3> wanted) {
+  const auto [want_input, want_weight, want_bias] = wanted;
+  const auto dtype = operands.query.scalar_type();
+  const auto floats = given_grad.options();
+  const std::optional<HalfScale> half = dtype == at::kHalf ? std::optional<HalfScale>(std::in_place, given_grad, operands) : std::nullopt;
+  const Tensor grad = (half ? half->of_loss : given_grad).contiguous(), known = normalizer.defined() ? normalizer.contiguous() : normalizer;
+  const ProductRows products_of(operands, weight, floats);
+  const Tensor grad_input = at::empty({want_input ? operands.queries : 0, weight.size(1)}, floats);
+  const Tensor grad_weight = at::empty({want_weight ? operands.classes : 0, weight.size(1)}, floats);
+  Tensor grad_bias = at::empty({want_bias ? operands.classes : 0}, floats);
+  products_of.for_each([&](const Operands& rows, const Tensor& products, int64_t first) {
+    AT_DISPATCH_FLOATING_TYPES(grad.scalar_type(), "linear_cross_entropy_gradients_cuda", [&] {
+      const auto launch = [&](auto zero) {
+        using Out = decltype(zero);
+        scalar_t* const maxima = known.defined() ? known.mutable_data_ptr<scalar_t>() : nullptr;
+        const Normalizer<scalar_t> state{maxima == nullptr ? nullptr : maxima + first, maxima == nullptr ? nullptr : maxima + operands.queries + first};
+        const LogitBlock<scalar_t> block = rows.block<scalar_t>(products);
+        dispatch_pack<scalar_t>(block.wide(), [&](auto pack) {
+          constexpr int N = decltype(pack)::value;
+          slope_kernel<scalar_t, Out, N><<<grid_size(rows.queries, 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+              loss.defined() ? loss.mutable_data_ptr<scalar_t>() + first : nullptr, products.mutable_data_ptr<scalar_t>(), block, rows.terms<scalar_t>(),
+              grad.const_data_ptr<scalar_t>() + first, state);
+          C10_CUDA_KERNEL_LAUNCH_CHECK();
+        });
+      };
+      dtype == at::kHalf ? launch(at::Half()) : dtype == at::kBFloat16 ? launch(at::BFloat16()) : launch(scalar_t());
+    });
+    const Tensor slope = dtype == floats.dtype().toScalarType() ? products : products_of.rounded(products, dtype);
+    if (want_input) {
+      product_out_cuda(grad_input.narrow(0, first, rows.queries), slope, weight);
+    }
+    if (want_weight) {
+      product_out_cuda(grad_weight, slope.t(), rows.query, /*add=*/first > 0);
+    }
+    if (want_bias) {
+      first > 0 ? grad_bias.add_(slope.sum(0, /*keepdim=*/false, grad_bias.scalar_type()))
+                : at::sum_out(grad_bias, slope, {0}, /*keepdim=*/false, grad_bias.scalar_type());
+    }
+  });
+  for (const Tensor& gradient : {grad_input, grad_weight, grad_bias}) {
+    if (half && gradient.numel() > 0) {
+      gradient.mul_(half->of_result);
+    }
   }
+  return {grad_input, grad_weight, grad_bias};
 }
 
-// Queries at once, whose logits of all classes, and the gradients of these, fit into the workspace. Products are the faster the more queries they have.
-int64_t queries_at_once(int64_t queries, int64_t classes, int64_t bytes_per_logit, int64_t workspace_mb) {
-  constexpr int64_t kStep = 128;
-  const int64_t fitting = (std::min<int64_t>(workspace_mb, 1 << 20) << 20) / (classes * bytes_per_logit);
-  return std::min(queries, std::max(kStep, fitting / kStep * kStep));
+LinearGradients as_dtype(const LinearGradients& gradients, at::ScalarType dtype) {
+  const auto cast = [&](const Tensor& gradient) { // one that is not wanted takes no launch
+    return gradient.numel() > 0 ? gradient.to(dtype) : at::empty(gradient.sizes(), gradient.options().dtype(dtype));
+  };
+  return std::apply([&](const auto&... each) { return LinearGradients(cast(each)...); }, gradients);
 }
 
 CrossEntropyState linear_cross_entropy_forward_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
@@ -219,30 +298,27 @@ CrossEntropyState linear_cross_entropy_forward_cuda(const Tensor& input, const T
     return linear_cross_entropy_forward_reference(input, weight, bias, target, class_weight, text, save_logits);
   }
   const Operands operands(input, weight, bias, target, class_weight, parsed);
-  const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
+  const auto floats = input.options().dtype(opmath_dtype(input.scalar_type()));
   const int64_t saved = save_logits ? saved_classes(queries, classes, input.scalar_type()).expect_int() : 0;
-  const int64_t width = class_block(queries, classes, options.dtype().itemsize());
-  const int64_t step = queries_at_once(queries, classes, options.dtype().itemsize(), parsed.workspace_mb);
-  const Tensor loss = at::empty({queries}, options), normalizer = at::empty({2, queries}, options), saved_logits = at::empty({queries, saved}, options);
-  const Tensor target_logit = at::zeros({queries}, options), even = at::empty({parsed.label_smoothing > 0 ? queries : 0}, options.dtype(at::kDouble));
-  const Tensor buffer = at::empty({!save_logits ? step * classes : saved < classes ? queries * width : 0}, options);
-  AT_DISPATCH_FLOATING_TYPES(loss.scalar_type(), "linear_cross_entropy_forward_cuda", [&] {
-    const SoftmaxState<scalar_t> state{normalizer.mutable_data_ptr<scalar_t>(), normalizer.mutable_data_ptr<scalar_t>() + queries,
-                                       target_logit.mutable_data_ptr<scalar_t>(), parsed.label_smoothing > 0 ? even.mutable_data_ptr<double>() : nullptr};
-    for (int64_t first = 0; !save_logits && first < queries; first += step) { // no backward pass follows: few launches, of all classes
-      const Operands rows = operands.rows(first, std::min(step, queries - first));
-      const Tensor logits = buffer.narrow(0, 0, rows.queries * classes).view({rows.queries, classes});
-      rows.products(logits, weight, 0, classes);
-      fold_logits(state.from(first), rows.block<scalar_t>(logits, 0), nullptr, /*first=*/true);
-    }
-    for_each_block(save_logits ? classes : 0, saved, width, [&](int64_t begin, int64_t size) {
-      const Tensor logits = begin < saved ? saved_logits.narrow(1, begin, size) : buffer.narrow(0, 0, queries * size).view({queries, size});
-      operands.products(logits, weight, begin, size);
-      fold_logits(state, operands.block<scalar_t>(logits, begin), nullptr, begin == 0);
+  const Tensor loss = at::empty({queries}, floats), normalizer = at::empty({2, queries}, floats), saved_logits = at::empty({queries, saved}, floats);
+  ProductRows(operands, weight, floats).for_each([&](const Operands& rows, const Tensor& products, int64_t first) {
+    AT_DISPATCH_FLOATING_TYPES(loss.scalar_type(), "linear_cross_entropy_forward_cuda", [&] {
+      scalar_t* const maxima = normalizer.mutable_data_ptr<scalar_t>() + first;
+      const LogitBlock<scalar_t> block = rows.block<scalar_t>(products);
+      dispatch_pack<scalar_t>(block.wide(), [&](auto pack) {
+        constexpr int N = decltype(pack)::value;
+        loss_kernel<scalar_t, N><<<grid_size(rows.queries, 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+            loss.mutable_data_ptr<scalar_t>() + first, Normalizer<scalar_t>{maxima, maxima + queries}, block, rows.terms<scalar_t>());
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+      });
     });
-    finish_kernel<scalar_t><<<grid_size(queries, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(loss.mutable_data_ptr<scalar_t>(), state,
-                                                                                                              operands.terms<scalar_t>(), queries);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    if (saved > 0) {
+      const Tensor kept = saved_logits.narrow(0, first, rows.queries);
+      kept.copy_(products.narrow(1, 0, saved));
+      if (transforms(parsed)) {
+        transform_products(kept, given(bias) ? OptionalTensor(operands.bias.narrow(0, 0, saved)) : std::nullopt, parsed);
+      }
+    }
   });
   return {loss, normalizer, saved_logits};
 }
@@ -252,106 +328,26 @@ LinearGradients linear_cross_entropy_backward_cuda(const Tensor& grad, const Ten
                                                    const Tensor& saved_logits, std::string_view text, std::array<bool, 3> output_mask) {
   const CrossEntropyOptions parsed = check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text);
   const c10::cuda::CUDAGuard guard(input.device());
-  const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1), saved = saved_logits.size(1);
   const auto [want_input, want_weight, want_bias] = output_mask;
-  if (use_reference() || queries == 0 || classes == 0 || !(want_input || want_weight || want_bias)) {
+  if (use_reference() || input.size(0) == 0 || weight.size(0) == 0 || !(want_input || want_weight || want_bias)) {
     return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text, output_mask);
   }
   const Operands operands(input, weight, bias, target, class_weight, parsed);
-  const auto options = grad.options();
-  const bool rounded = multiplies_rounded(input.scalar_type());
-  const int64_t width = class_block(queries, classes, options.dtype().itemsize());
-  const Tensor loss_grad = grad.contiguous(), state = normalizer.contiguous(), kept = saved_logits.contiguous();
-  const Tensor buffer = at::empty({queries * width}, options), narrow = at::empty({rounded ? queries * width : 0}, input.options());
-  const Tensor query = rounded ? operands.query : operands.query.to(options.dtype());
-  const Tensor ignored = transforms(parsed) ? target.eq(parsed.ignore_index).unsqueeze(1) : Tensor();
-  Tensor grad_input = at::empty({want_input ? queries : 0, features}, options);
-  const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
-  const Tensor grad_bias = at::empty({want_bias ? classes : 0}, options);
-  for_each_block(classes, saved, width, [&](int64_t begin, int64_t size) {
-    const auto place = [&](const Tensor& memory) { return memory.narrow(0, 0, queries * size).view({queries, size}); };
-    const Tensor logits = begin < saved ? kept.narrow(1, begin, size) : place(buffer), slope = place(rounded ? narrow : buffer);
-    if (begin >= saved) {
-      operands.products(logits, weight, begin, size);
-    }
-    // Before slopes take the place of logits; 0 where an ignored query holds anything.
-    const Tensor derivative = transforms(parsed) ? transform_derivative(logits, parsed).masked_fill(ignored, 0) : Tensor();
-    AT_DISPATCH_FLOATING_TYPES(grad.scalar_type(), "linear_cross_entropy_backward_cuda", [&] {
-      const auto launch = [&](auto* out) {
-        launch_slope(out, operands.block<scalar_t>(logits, begin), operands.terms<scalar_t>(), loss_grad.const_data_ptr<scalar_t>(),
-                     state.const_data_ptr<scalar_t>());
-      };
-      rounded ? launch(slope.mutable_data_ptr<at::BFloat16>()) : launch(slope.mutable_data_ptr<scalar_t>());
-    });
-    if (derivative.defined()) {
-      slope.mul_(derivative);
-    }
-    if (want_input) {
-      product_out_cuda(grad_input, slope, weight.narrow(0, begin, size), /*add=*/begin > 0);
-    }
-    if (want_weight) {
-      Tensor out = grad_weight.narrow(0, begin, size);
-      out.scalar_type() == slope.scalar_type() ? at::mm_out(out, slope.t(), query) : out.copy_(at::mm(slope.t(), query));
-    }
-    if (want_bias) {
-      Tensor out = grad_bias.narrow(0, begin, size);
-      at::sum_out(out, slope, {0}, /*keepdim=*/false, out.scalar_type());
-    }
-  });
-  return {grad_input.to(input.scalar_type()), grad_weight, grad_bias.to(input.scalar_type())};
+  return as_dtype(gradients_by_rows(operands, weight, grad, Tensor(), normalizer, output_mask), input.scalar_type());
 }
 
-// By rows of queries: the gradients of the logits of some queries take their place, and two products make gradients of them, so that no product is taken
-// twice. The gradient of the table is summed in opmath over the rows.
 CrossEntropyWithGradients linear_cross_entropy_with_gradients_cuda(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                                                    const Tensor& target, const OptionalTensor& class_weight, std::string_view text,
                                                                    std::array<bool, 3> output_mask) {
   const CrossEntropyOptions parsed = check_linear_cross_entropy_with_gradients(grad, input, weight, bias, target, class_weight, text);
   const c10::cuda::CUDAGuard guard(input.device());
-  const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1);
   const auto [want_input, want_weight, want_bias] = output_mask;
-  if (use_reference() || queries == 0 || classes == 0 || !(want_input || want_weight || want_bias)) {
+  if (use_reference() || input.size(0) == 0 || weight.size(0) == 0 || !(want_input || want_weight || want_bias)) {
     return linear_cross_entropy_with_gradients_composite(grad, input, weight, bias, target, class_weight, text, output_mask);
   }
   const Operands operands(input, weight, bias, target, class_weight, parsed);
-  const auto floats = grad.options();
-  const bool rounded = multiplies_rounded(input.scalar_type());
-  const int64_t step = queries_at_once(queries, classes, floats.dtype().itemsize(), parsed.workspace_mb);
-  const Tensor logits = at::empty({step, classes}, floats), slopes = rounded ? logits.view(input.scalar_type()).narrow(1, 0, classes) : logits;
-  const Tensor loss = at::empty({queries}, floats), loss_grad = grad.contiguous();
-  const Tensor table = rounded ? weight : weight.to(floats.dtype()), factors = rounded ? operands.query : operands.query.to(floats.dtype());
-  const Tensor ignored = transforms(parsed) ? target.eq(parsed.ignore_index).unsqueeze(1) : Tensor();
-  const Tensor grad_input = at::empty({want_input ? queries : 0, features}, floats), grad_weight = at::empty({want_weight ? classes : 0, features}, floats);
-  Tensor grad_bias = at::empty({want_bias ? classes : 0}, floats);
-  for (int64_t first = 0; first < queries; first += step) {
-    const int64_t count = std::min(step, queries - first);
-    const Operands rows = operands.rows(first, count);
-    const Tensor products = logits.narrow(0, 0, count), slope = slopes.narrow(0, 0, count);
-    rows.products(products, weight, 0, classes);
-    const Tensor derivative = transforms(parsed) ? transform_derivative(products, parsed).masked_fill(ignored.narrow(0, first, count), 0) : Tensor();
-    AT_DISPATCH_FLOATING_TYPES(loss.scalar_type(), "linear_cross_entropy_with_gradients_cuda", [&] {
-      const auto launch = [&](auto zero) {
-        launch_loss_and_slope<decltype(zero)>(loss.mutable_data_ptr<scalar_t>() + first, products.mutable_data_ptr<scalar_t>(),
-                                              rows.block<scalar_t>(products, 0), rows.terms<scalar_t>(), loss_grad.const_data_ptr<scalar_t>() + first);
-      };
-      rounded ? launch(at::BFloat16()) : launch(scalar_t());
-    });
-    if (derivative.defined()) {
-      Tensor(slope).mul_(derivative);
-    }
-    if (want_input) {
-      product_out_cuda(grad_input.narrow(0, first, count), slope, table);
-    }
-    if (want_weight) {
-      product_out_cuda(grad_weight, slope.t(), factors.narrow(0, first, count), /*add=*/first > 0);
-    }
-    if (want_bias) {
-      first > 0 ? grad_bias.add_(slope.sum(0, /*keepdim=*/false, grad_bias.scalar_type()))
-                : at::sum_out(grad_bias, slope, {0}, /*keepdim=*/false, grad_bias.scalar_type());
-    }
-  }
-  const auto dtype = input.scalar_type();
-  return {loss, grad_input.to(dtype), grad_weight.to(dtype), grad_bias.to(dtype)};
+  const Tensor loss = at::empty({input.size(0)}, grad.options());
+  return std::tuple_cat(std::tuple(loss), gradients_by_rows(operands, weight, grad, loss, Tensor(), output_mask));
 }
 
 } // namespace

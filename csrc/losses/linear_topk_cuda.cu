@@ -40,7 +40,7 @@ TopK linear_topk_cuda(const Tensor& input, const Tensor& weight, const OptionalT
   const Tensor query = input.contiguous(), bias_row = given(bias) ? bias->to(at::kFloat).contiguous() : Tensor();
   const int64_t width = class_block(queries, classes, sizeof(float));
   const Tensor buffer = at::empty({queries * width}, floats), seen = at::empty({2, queries}, floats), key_buffer = at::empty({queries * width}, longs);
-  const SoftmaxState<float> state{seen.mutable_data_ptr<float>(), seen.mutable_data_ptr<float>() + queries, nullptr, nullptr};
+  const SoftmaxState<float> state{seen.mutable_data_ptr<float>(), seen.mutable_data_ptr<float>() + queries};
   Tensor best;
   for (int64_t begin = 0; begin < classes; begin += width) {
     const int64_t size = std::min(width, classes - begin);

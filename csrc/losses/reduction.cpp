@@ -140,7 +140,7 @@ Tensor counted_rows(const Tensor& input, const Tensor& target, const c10::SymInt
   if (check::can_read(target) && count_others(target, ignore_index.expect_int()) == target.numel()) {
     return input;
   }
-  return input.masked_fill(target.eq(ignore_index).unsqueeze(1), 0);
+  return at::where(target.eq(ignore_index).unsqueeze(1), 0, input);
 }
 
 std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& given_target, const Tensor& weight, int64_t ignore_index, bool soft,
