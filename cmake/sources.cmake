@@ -149,6 +149,7 @@ set(XSOFTMAX_SOURCES
   csrc/scores/ragged_scores.cpp
   csrc/scores/ragged_scores_cpu.cpp
   csrc/scores/row_gradient.cpp
+  csrc/scores/row_terms.cpp
   csrc/scores/transform_names.cpp
   csrc/tables/mapped_table.cpp
   csrc/tables/tables_module.cpp
@@ -212,6 +213,7 @@ set(XSOFTMAX_CUDA_SOURCES
   csrc/scores/gather_dot_cuda.cu
   csrc/scores/ragged_scores_cuda.cu
   csrc/scores/row_gradient_cuda.cu
+  csrc/scores/row_terms_cuda.cu
   csrc/trees/beam_search_cuda.cu
   csrc/trees/edge_tables_cuda.cu
   csrc/trees/hierarchical_softmax_cuda.cu

@@ -13,6 +13,7 @@
 #include "losses/logit_transform.h"
 #include "losses/loss_shares.h"
 #include "scores/candidate_scores.h"
+#include "scores/row_terms.h"
 #include "xsoftmax/ops.h"
 
 #include <ATen/TensorOperators.h>
@@ -123,7 +124,7 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     const Tensor &input = saved[0], &weight = saved[1];
     Tensor grad_input = saved[2], grad_scores = saved[3], query = input;
     const bool want_bias = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2);
-    const bool want_table = ctx->needs_input_grad(1) || want_bias;
+    bool want_table = ctx->needs_input_grad(1) || want_bias;
     torch::autograd::variable_list result(3);
     OptionalTensor grad, of_scores; // [Q] or, of the scores, one number: what the gradients are times; none: one
     const int64_t ignore_index = ctx->saved_data["ignore_index"].toInt();
@@ -144,10 +145,17 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
       const ScoreColumns columns(saved[4].sym_size(1), saved[5].sym_size(0), true);
       grad_scores = grad_scores.narrow_symint(1, columns.lead, columns.count);
     }
+    const std::array<bool, 3> wanted{false, ctx->needs_input_grad(1), want_bias};
+    const OptionalTensor shared_ids = optional(saved[5]);
+    const bool sparse = want_table && is_row_sparse(ctx->saved_data["sparse_grad"].toOptional<bool>(), candidate_rows(saved[4], shared_ids), weight);
+    if (want_table && sparse && !given(shared_ids) && ctx->needs_input_grad(1) && may_leave_row_terms(weight)) {
+      const RowTerms terms = row_terms(grad_scores, saved[4], of_scores, query, weight.size(0));
+      if (leave_row_terms(weight, terms)) {
+        result[2] = want_bias ? row_gradient_tensor(terms.rows, terms.coefficients.to(weight.scalar_type()), weight.size(0), true) : result[2];
+        want_table = false;
+      }
+    }
     if (want_table) {
-      const std::array<bool, 3> wanted{false, ctx->needs_input_grad(1), want_bias};
-      const OptionalTensor shared_ids = optional(saved[5]);
-      const bool sparse = is_row_sparse(ctx->saved_data["sparse_grad"].toOptional<bool>(), candidate_rows(saved[4], shared_ids), weight);
       const auto gradients = candidate_scores_backward(grad_scores, query, weight, saved[4], shared_ids, wanted, of_scores, !sparse);
       result = sparse ? row_gradients_as_grads(gradients, weight, wanted, true) : table_gradients_as_grads(gradients, wanted);
     }

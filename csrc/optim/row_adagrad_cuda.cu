@@ -104,21 +104,14 @@ struct AdagradRows {
 };
 
 template <typename T, typename S, bool kRowWise>
-void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowAdagradNumbers& numbers, const LearningRate& rate) {
+void step_rows_of(const Tensor& param, TensorList state, const GradientOfRows& gradient, const RowAdagradNumbers& numbers, const LearningRate& rate) {
   AdagradRows<T, S, kRowWise> rule{device_rows<T>(param), device_rows<S>(state[kSum]), state[kCount].const_data_ptr<int64_t>(), numbers, rate, false};
   constexpr int64_t kPack = 16 / sizeof(T);
   rule.wide = rule.param.packs(kPack) && (kRowWise || rule.sum.packs(kPack)) && (param.dim() < 2 || param.size(1) % kPack == 0);
-  update_rows(rule, rows, numbers.maximize ? values.neg() : values, param.size(0));
+  update_rows(rule, numbers.maximize ? gradient.negated() : gradient, param.size(0));
 }
 
-void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options,
-                           const OptionalTensor& lr) {
-  const RowAdagradNumbers numbers = check_row_adagrad_rows(param, state, rows, values, options, lr);
-  const c10::cuda::CUDAGuard guard(param.device());
-  if (use_reference() || !has_row_view(param) || !has_row_view(state[kSum])) {
-    row_adagrad_rows_composite(param, state, rows, values, options, lr);
-    return;
-  }
+void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient, const RowAdagradNumbers& numbers, const OptionalTensor& lr) {
   Tensor kept;
   const LearningRate rate = learning_rate(numbers.lr, lr, param, kept);
   dispatch_rows(param, state[kSum], [&](auto zero, auto zero_state) {
@@ -126,17 +119,46 @@ void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& 
     using S = decltype(zero_state);
     if constexpr (std::is_same_v<S, at::opmath_type<T>>) {
       if (state[kSum].dim() < param.dim()) {
-        step_rows<T, S, true>(param, state, rows, values, numbers, rate);
+        step_rows_of<T, S, true>(param, state, gradient, numbers, rate);
         return;
       }
     }
-    step_rows<T, S, false>(param, state, rows, values, numbers, rate);
+    step_rows_of<T, S, false>(param, state, gradient, numbers, rate);
   });
   state[kCount].add_(1);
 }
 
+bool fits(const Tensor& param, TensorList state) { return !use_reference() && has_row_view(param) && has_row_view(state[kSum]); }
+
+void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options,
+                           const OptionalTensor& lr) {
+  const RowAdagradNumbers numbers = check_row_adagrad_rows(param, state, rows, values, options, lr);
+  const c10::cuda::CUDAGuard guard(param.device());
+  if (fits(param, state)) {
+    step_rows(param, state, {rows, values}, numbers, lr);
+  } else {
+    row_adagrad_rows_composite(param, state, rows, values, options, lr);
+  }
+}
+
+void row_adagrad_terms_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& sources, const Tensor& coefficients, const Tensor& input,
+                         std::string_view options, const OptionalTensor& lr) {
+  const RowTerms terms{rows, sources, coefficients, input};
+  const c10::cuda::CUDAGuard guard(param.device());
+  row_adagrad_terms(param, state, terms, options, lr, [&] {
+    if (fits(param, state) && takes_terms(terms, param.size(0))) {
+      step_rows(param, state, GradientOfRows(terms), check_row_adagrad_rows(param, state, rows, shape_of_values(terms), options, lr), lr);
+    } else {
+      row_adagrad_rows_cuda(param, state, rows, values_of(terms), options, lr);
+    }
+  });
+}
+
 } // namespace
 
-TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) { m.impl("row_adagrad_rows_", row_adagrad_rows_cuda); }
+TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
+  m.impl("row_adagrad_rows_", row_adagrad_rows_cuda);
+  m.impl("row_adagrad_terms_", row_adagrad_terms_cuda);
+}
 
 } // namespace xsoftmax

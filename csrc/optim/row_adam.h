@@ -1,5 +1,9 @@
 #pragma once
 
+#include "scores/row_terms.h"
+
+#include <functional>
+
 #include "optim/owed_steps.h"
 #include "optim/row_update.h"
 #include "optim/row_updates.h"
@@ -61,6 +65,9 @@ RowAdamNumbers check_row_adam_rows(const at::Tensor& param, at::TensorList state
                                    const OptionalTensor& lr);
 void row_adam_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options,
                              const OptionalTensor& lr);
+/// row_adam_terms_ around a kernel, which takes the step.
+void row_adam_terms(const at::Tensor& param, at::TensorList state, const RowTerms& terms, std::string_view options, const OptionalTensor& lr,
+                   const std::function<void()>& take_step);
 /// Whether the state is of rows.
 bool check_row_adam_flush(const at::Tensor& param, at::TensorList state);
 void row_adam_flush_composite(const at::Tensor& param, at::TensorList state);

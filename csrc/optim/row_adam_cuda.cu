@@ -229,20 +229,37 @@ bool fits(const Tensor& param, TensorList state) {
   return !use_reference() && has_row_view(param) && has_row_view(state[kExpAvg]) && has_row_view(state[kExpAvgSq]);
 }
 
-void row_adam_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options, const OptionalTensor& lr) {
-  const RowAdamNumbers numbers = check_row_adam_rows(param, state, rows, values, options, lr);
-  const c10::cuda::CUDAGuard guard(param.device());
-  if (!fits(param, state)) {
-    row_adam_rows_composite(param, state, rows, values, options, lr);
-    return;
-  }
+void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient, const RowAdamNumbers& numbers, const OptionalTensor& lr) {
   const Owing steps = owing(state[kCount], state[kOwed], numbers.beta1, numbers.beta2, numbers.eps, numbers.stochastic_rounding);
   Tensor kept;
   const LearningRate rate = learning_rate(numbers.lr, lr, param, kept);
   with_rule(param, state, steps, numbers, rate, [&](const auto& rule) {
     make_up(rule, param);
-    update_rows(rule, rows, numbers.maximize ? values.neg() : values, param.size(0));
+    update_rows(rule, numbers.maximize ? gradient.negated() : gradient, param.size(0));
     advance(steps, AdamRate{rate, numbers.beta1, numbers.beta2}, rule.ratio, rule.decay, /*always=*/true);
+  });
+}
+
+void row_adam_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options, const OptionalTensor& lr) {
+  const RowAdamNumbers numbers = check_row_adam_rows(param, state, rows, values, options, lr);
+  const c10::cuda::CUDAGuard guard(param.device());
+  if (fits(param, state)) {
+    step_rows(param, state, {rows, values}, numbers, lr);
+  } else {
+    row_adam_rows_composite(param, state, rows, values, options, lr);
+  }
+}
+
+void row_adam_terms_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& sources, const Tensor& coefficients, const Tensor& input,
+                         std::string_view options, const OptionalTensor& lr) {
+  const RowTerms terms{rows, sources, coefficients, input};
+  const c10::cuda::CUDAGuard guard(param.device());
+  row_adam_terms(param, state, terms, options, lr, [&] {
+    if (fits(param, state) && takes_terms(terms, param.size(0))) {
+      step_rows(param, state, GradientOfRows(terms), check_row_adam_rows(param, state, rows, shape_of_values(terms), options, lr), lr);
+    } else {
+      row_adam_rows_cuda(param, state, rows, values_of(terms), options, lr);
+    }
   });
 }
 
@@ -266,6 +283,7 @@ void row_adam_flush_cuda(const Tensor& param, TensorList state) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
   m.impl("row_adam_rows_", row_adam_rows_cuda);
+  m.impl("row_adam_terms_", row_adam_terms_cuda);
   m.impl("row_adam_flush_", row_adam_flush_cuda);
 }
 

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 2) finish_norm_kernel(M* result, con
 
 template <typename T>
 void launch_norm(const Tensor& result, const Tensor& rows, const Tensor& values, double p) {
-  const GradientOnDevice<T> gradient(rows, values, /*num_rows=*/std::numeric_limits<int64_t>::max());
+  const GradientOnDevice<T> gradient({rows, values}, /*num_rows=*/std::numeric_limits<int64_t>::max());
   const auto stream = c10::cuda::getCurrentCUDAStream();
   constexpr int64_t kBlocks = 1024; // no more than one block joins in the end, and enough to fill any device
   const Norm norm{p, p == std::numeric_limits<double>::infinity()};

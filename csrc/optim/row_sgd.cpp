@@ -41,7 +41,7 @@ bool make_buffer(const Tensor& param, TensorList state) {
 struct SgdRule : OwingRule<SgdRule> {
   using Options = optim::RowSGDOptions;
   static constexpr const char* kName = "RowSGD";
-  static constexpr const char *kStep = "row_sgd_step_", *kRows = "row_sgd_rows_", *kState = "row_sgd_state", *kFlush = "row_sgd_flush_";
+  static constexpr const char *kStep = "row_sgd_step_", *kRows = "row_sgd_rows_", *kTerms = "row_sgd_terms_", *kState = "row_sgd_state", *kFlush = "row_sgd_flush_";
   static constexpr size_t kRowState = 4, kDenseState = 2;
   static constexpr std::array<size_t, 2> kHostState{kCount, kOwed};
   static constexpr std::array<const char*, kRowState> kNames{"step", "momentum_buffer", "last_step", "owed"};
@@ -262,6 +262,11 @@ bool make_row_sgd_buffer(const Tensor& param, TensorList state) { return make_bu
 
 void row_sgd_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text, const OptionalTensor& lr) {
   row_rows_composite<SgdRule>(param, state, rows, values, text, lr);
+}
+
+void row_sgd_terms(const Tensor& param, TensorList state, const RowTerms& terms, std::string_view text, const OptionalTensor& lr,
+                   const std::function<void()>& take_step) {
+  terms_step<SgdRule>(param, state, terms, text, lr, take_step);
 }
 
 bool check_row_sgd_flush(const Tensor& param, TensorList state) { return check_flush<SgdRule>(param, state); }

@@ -1,5 +1,9 @@
 #pragma once
 
+#include "scores/row_terms.h"
+
+#include <functional>
+
 #include "optim/owed_steps.h"
 #include "optim/row_update.h"
 #include "optim/row_updates.h"
@@ -39,6 +43,9 @@ RowSGDNumbers check_row_sgd_rows(const at::Tensor& param, at::TensorList state, 
 bool make_row_sgd_buffer(const at::Tensor& param, at::TensorList state);
 void row_sgd_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options,
                             const OptionalTensor& lr);
+/// row_sgd_terms_ around a kernel, which takes the step.
+void row_sgd_terms(const at::Tensor& param, at::TensorList state, const RowTerms& terms, std::string_view options, const OptionalTensor& lr,
+                   const std::function<void()>& take_step);
 /// Whether the state is of rows.
 bool check_row_sgd_flush(const at::Tensor& param, at::TensorList state);
 void row_sgd_flush_composite(const at::Tensor& param, at::TensorList state);

@@ -169,7 +169,7 @@ SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state, const Owing& owing
 bool fits(const Tensor& param, TensorList state) { return !use_reference() && has_row_view(param) && has_row_view(state[kBuffer]); }
 
 template <typename T, typename S>
-void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowSGDNumbers& numbers, const LearningRate& lr) {
+void step_rows_of(const Tensor& param, TensorList state, const GradientOfRows& gradient, const RowSGDNumbers& numbers, const LearningRate& lr) {
   const Owing steps = owing(state[kCount], state[kOwed], numbers.momentum, double(numbers.nesterov), 0, numbers.stochastic_rounding);
   make_up(sgd_rows<T, S>(param, state, steps, numbers, lr), param);
   const bool fresh = numbers.momentum != 0 && make_row_sgd_buffer(param, state);
@@ -178,21 +178,38 @@ void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const 
   if (numbers.momentum == 0) {
     rule.buffer = {};
   }
-  update_rows(rule, rows, values, param.size(0));
+  update_rows(rule, gradient, param.size(0));
   advance(steps, SgdRate{lr, numbers.nesterov ? numbers.momentum : 1}, numbers.momentum, rule.decay, rule.always);
+}
+
+void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient, const RowSGDNumbers& numbers, const OptionalTensor& lr) {
+  Tensor kept;
+  const LearningRate rate = learning_rate(numbers.lr, lr, param, kept);
+  dispatch_rows(param, state[kBuffer],
+                [&](auto zero, auto zero_state) { step_rows_of<decltype(zero), decltype(zero_state)>(param, state, gradient, numbers, rate); });
 }
 
 void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options, const OptionalTensor& lr) {
   const RowSGDNumbers numbers = check_row_sgd_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
-  if (!fits(param, state)) {
+  if (fits(param, state)) {
+    step_rows(param, state, {rows, values}, numbers, lr);
+  } else {
     row_sgd_rows_composite(param, state, rows, values, options, lr);
-    return;
   }
-  Tensor kept;
-  const LearningRate rate = learning_rate(numbers.lr, lr, param, kept);
-  dispatch_rows(param, state[kBuffer],
-                [&](auto zero, auto zero_state) { step_rows<decltype(zero), decltype(zero_state)>(param, state, rows, values, numbers, rate); });
+}
+
+void row_sgd_terms_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& sources, const Tensor& coefficients, const Tensor& input,
+                         std::string_view options, const OptionalTensor& lr) {
+  const RowTerms terms{rows, sources, coefficients, input};
+  const c10::cuda::CUDAGuard guard(param.device());
+  row_sgd_terms(param, state, terms, options, lr, [&] {
+    if (fits(param, state) && takes_terms(terms, param.size(0))) {
+      step_rows(param, state, GradientOfRows(terms), check_row_sgd_rows(param, state, rows, shape_of_values(terms), options, lr), lr);
+    } else {
+      row_sgd_rows_cuda(param, state, rows, values_of(terms), options, lr);
+    }
+  });
 }
 
 void row_sgd_flush_cuda(const Tensor& param, TensorList state) {
@@ -217,6 +234,7 @@ void row_sgd_flush_cuda(const Tensor& param, TensorList state) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
   m.impl("row_sgd_rows_", row_sgd_rows_cuda);
+  m.impl("row_sgd_terms_", row_sgd_terms_cuda);
   m.impl("row_sgd_flush_", row_sgd_flush_cuda);
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core/checks.h"
+#include "core/dtypes.h"
 #include "core/impl.h"
 #include "core/mapped_file.h"
 #include "core/optional.h"
@@ -10,6 +11,7 @@
 #include "optim/row_update.h"
 #include "optim/settle.h"
 #include "optim/sparse_gradient.h"
+#include "scores/row_terms.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
@@ -57,6 +59,12 @@
 // is what row_adam_step_ does for each parameter with state for rows, when all are checked. By itself it leaves no debt for settle_ to find.
 // It and the flush have a kernel for each device. That for CUDA reads no state on the host: a step that a graph has captured is the next step
 // whenever it is replayed, under the options that it was captured with and the learning rate that its tensor then has.
+
+//     row_adam_terms_(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor sources, Tensor coefficients, Tensor input, str options,
+//                     Tensor? lr=None) -> ()
+//
+// is a step of one table with state for rows, whose gradient is the terms of scores/row_terms.h. A CUDA kernel reads the terms; elsewhere they are written out
+// first.
 
 namespace xsoftmax {
 
@@ -276,6 +284,22 @@ void row_rows_meta(const at::Tensor& param, at::TensorList state, const at::Tens
   plan_rows<Rule>(param, state, rows, values, options);
 }
 
+/// A call of row_adam_terms_, checked; returns the options.
+template <typename Rule>
+typename Rule::Options check_terms(const at::Tensor& param, at::TensorList state, const RowTerms& terms, std::string_view text, const OptionalTensor& lr) {
+  const char* const op = Rule::kTerms;
+  const auto options = rows_options<Rule>(text, lr, param, false);
+  check::dim(op, "input", terms.input, 2);
+  check::size(op, "coefficients", terms.coefficients, 0, terms.rows.sym_size(0), "the length of rows");
+  check::dtype(op, "coefficients", terms.coefficients, opmath_dtype(param.scalar_type()));
+  check::same_device(op, "coefficients", terms.coefficients, "param", param);
+  check::size(op, "sources", terms.sources, 0, terms.rows.sym_size(0), "the length of rows");
+  check::dtype(op, "sources", terms.sources, at::kInt);
+  check::same_device(op, "sources", terms.sources, "param", param);
+  plan_rows<Rule>(param, state, terms.rows, shape_of_values(terms), options);
+  return options;
+}
+
 /// With what the state of rows begins.
 template <typename Options>
 double initial_of(const Options& options) {
@@ -294,6 +318,33 @@ void call_rows(const StepOf<Rule>& step, std::string_view text, const OptionalTe
           .template typed<void(const at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&, std::string_view, const OptionalTensor&)>();
   const at::AutoDispatchBelowADInplaceOrView guard;
   op.call(step.param, step.state, given(step.rows) ? *step.rows : all_rows(step.param), step.values, text, lr);
+}
+
+/// A step of one table by terms; take_step(options) takes it.
+template <typename Rule, typename TakeStep>
+void terms_step(const at::Tensor& param, at::TensorList state, const RowTerms& terms, std::string_view text, const OptionalTensor& lr,
+                const TakeStep& take_step) {
+  const WriteToTables write(param);
+  const auto options = check_terms<Rule>(param, state, terms, text, lr);
+  table_changes(param);
+  record_row_state(param, state, initial_of(options));
+  take_step();
+  Rule::record(param, state, options);
+}
+
+template <typename Rule>
+void row_terms_any(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& sources, const at::Tensor& coefficients,
+                   const at::Tensor& input, std::string_view text, const OptionalTensor& lr) {
+  const RowTerms terms{rows, sources, coefficients, input};
+  terms_step<Rule>(param, state, terms, text, lr, [&] {
+    call_rows<Rule>(StepOf<Rule>{param, rows, values_of(terms), state, nullptr}, text, lr);
+  });
+}
+
+template <typename Rule>
+void row_terms_meta(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& sources, const at::Tensor& coefficients,
+                    const at::Tensor& input, std::string_view text, const OptionalTensor& lr) {
+  check_terms<Rule>(param, state, {rows, sources, coefficients, input}, text, lr);
 }
 
 template <typename Rule>
@@ -384,7 +435,7 @@ void row_flush_meta(const at::Tensor& param, at::TensorList state) {
   check_flush<Rule>(param, state);
 }
 
-/// The four operators, in TORCH_LIBRARY blocks.
+/// The five operators, in TORCH_LIBRARY blocks.
 template <typename Rule>
 void define(torch::Library& m) {
   m.def((std::string(Rule::kState) + "(Tensor param, bool rows, str options) -> Tensor[]").c_str());
@@ -393,6 +444,9 @@ void define(torch::Library& m) {
          "Tensor[]? lrs=None) -> ()")
             .c_str());
   m.def((std::string(Rule::kRows) + "(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor values, str options, Tensor? lr=None) -> ()").c_str());
+  m.def((std::string(Rule::kTerms) +
+         "(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor sources, Tensor coefficients, Tensor input, str options, Tensor? lr=None) -> ()")
+            .c_str());
   m.def((std::string(Rule::kFlush) + "(Tensor(a!) param, Tensor(b!)[] state) -> ()").c_str());
 }
 
@@ -401,6 +455,7 @@ void on_any_device(torch::Library& m) {
   m.impl(Rule::kState, row_state<Rule>);
   m.impl(Rule::kStep, row_step<Rule>);
   m.impl(Rule::kRows, row_rows_composite<Rule>);
+  m.impl(Rule::kTerms, row_terms_any<Rule>);
   m.impl(Rule::kFlush, row_flush_composite<Rule>);
 }
 
@@ -426,6 +481,7 @@ void on_meta(torch::Library& m) {
   m.impl(Rule::kState, row_state<Rule>);
   m.impl(Rule::kStep, row_step_meta<Rule>);
   m.impl(Rule::kRows, row_rows_meta<Rule>);
+  m.impl(Rule::kTerms, row_terms_meta<Rule>);
   m.impl(Rule::kFlush, row_flush_meta<Rule>);
 }
 

@@ -9,6 +9,7 @@
 #include "optim/row_arithmetic.h"
 #include "optim/row_update.h"
 #include "optim/row_updates.h"
+#include "scores/row_terms.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
@@ -126,17 +127,19 @@ inline Owing owing(const at::Tensor& step, const at::Tensor& owed, double a, dou
           rounds};
 }
 
-/// A row-sparse gradient, sorted by row: the i-th of its rows stands at order[i], or at i where there is no order.
+/// A row-sparse gradient, sorted by row: the i-th of its rows stands at order[i], or at i where there is no order, and counts coefficients[i] times, or once.
 template <typename T>
 struct SortedGradient {
   const T* values;
   const int64_t* rows;
   IntegersView order;
+  const at::opmath_type<T>* coefficients;
   at::opmath_type<T>* chunks; ///< [count / 32, width]: the sums of chunk_sums_kernel
   int64_t count, width;
 
 #ifdef __CUDACC__
   __device__ int64_t place(int64_t i) const { return order.empty() ? i : order[i]; }
+  __device__ at::opmath_type<T> coefficient(int64_t i) const { return coefficients == nullptr ? at::opmath_type<T>(1) : coefficients[i]; }
 #endif
 };
 
@@ -205,12 +208,13 @@ __device__ inline bool whole_chunk(const SortedGradient<T>& g, int64_t chunk) {
   return chunk > 0 && end <= g.count && g.rows[begin - 1] == g.rows[end - 1];
 }
 
+/// A coefficient of 0 adds nothing, whatever the row holds.
 template <int K, int N, typename opmath, typename T>
-__device__ inline void add_row(opmath (&sum)[K][N], const T* row, int64_t width, int64_t d, int64_t stride) {
+__device__ inline void add_row(opmath (&sum)[K][N], opmath coefficient, const T* row, int64_t width, int64_t d, int64_t stride) {
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    if (d + k * stride < width) {
-      add_scaled(sum[k], opmath(1), row + d + k * stride);
+    if (d + k * stride < width && coefficient != opmath(0)) {
+      add_scaled(sum[k], coefficient, row + d + k * stride);
     }
   }
 }
@@ -227,7 +231,7 @@ __device__ inline void sum_row(at::opmath_type<T> (&sum)[K][N], const SortedGrad
   }
   const int64_t row = g.rows[first];
   if (first + 1 == g.count || g.rows[first + 1] != row) {
-    add_row(sum, g.values + g.place(first) * g.width, g.width, d, stride);
+    add_row(sum, g.coefficient(first), g.values + g.place(first) * g.width, g.width, d, stride);
     return;
   }
   for (int64_t begin = first; begin < g.count;) {
@@ -238,7 +242,7 @@ __device__ inline void sum_row(at::opmath_type<T> (&sum)[K][N], const SortedGrad
       const int chunks = __popc(whole); // the first of the lanes: rows are sorted
 #pragma unroll 2
       for (int c = 0; c < chunks; ++c) {
-        add_row(sum, g.chunks + (chunk + c) * g.width, g.width, d, stride);
+        add_row(sum, at::opmath_type<T>(1), g.chunks + (chunk + c) * g.width, g.width, d, stride);
       }
       chunk += chunks;
       begin = chunk * kWarp;
@@ -250,9 +254,11 @@ __device__ inline void sum_row(at::opmath_type<T> (&sum)[K][N], const SortedGrad
     const bool member = mine < end && mine < g.count && g.rows[mine] == row;
     const int members = __popc(__ballot_sync(kAllLanes, member)); // the first of the lanes
     const int64_t place = member ? g.place(mine) : 0;
+    const at::opmath_type<T> coefficient = member ? g.coefficient(mine) : at::opmath_type<T>(0);
 #pragma unroll 2
     for (int m = 0; m < members; ++m) {
-      add_row(sum, g.values + __shfl_sync(kAllLanes, place, m) * g.width, g.width, d, stride);
+      const at::opmath_type<T> of_member = __shfl_sync(kAllLanes, coefficient, m);
+      add_row(sum, of_member, g.values + __shfl_sync(kAllLanes, place, m) * g.width, g.width, d, stride);
     }
     if (begin + members < end) {
       return;
@@ -271,7 +277,8 @@ __device__ inline at::opmath_type<T> sum_numbers(const SortedGradient<T>& g, int
       sum += g.chunks[i / kWarp];
       i += kWarp;
     } else {
-      sum += at::opmath_type<T>(g.values[g.place(i)]);
+      const auto coefficient = g.coefficient(i);
+      sum += coefficient == at::opmath_type<T>(0) ? coefficient : coefficient * at::opmath_type<T>(g.values[g.place(i)]);
       ++i;
     }
   }
@@ -286,10 +293,12 @@ __global__ void __launch_bounds__(kThreads, 2) chunk_sums_kernel(SortedGradient<
       continue;
     }
     const int64_t place = g.place(chunk * kWarp + lane()), d = (int64_t(blockIdx.y) * kWarp + lane()) * N;
+    const at::opmath_type<T> coefficient = g.coefficient(chunk * kWarp + lane());
     at::opmath_type<T> sum[1][N] = {};
 #pragma unroll 4
     for (int m = 0; m < kWarp; ++m) {
-      add_row(sum, g.values + __shfl_sync(kAllLanes, place, m) * g.width, g.width, d, 0);
+      const at::opmath_type<T> of_member = __shfl_sync(kAllLanes, coefficient, m);
+      add_row(sum, of_member, g.values + __shfl_sync(kAllLanes, place, m) * g.width, g.width, d, 0);
     }
     if (d < g.width) {
       store_pack(g.chunks + chunk * g.width + d, sum[0]);
@@ -468,14 +477,39 @@ static __global__ void settle_kernel(Owing owing) {
 
 // ------------------------------------------------------------------------------------------------------------------------- hosts
 
+/// A row-sparse gradient: values [R, D] or [R] for rows [R]; or its terms (scores/row_terms.h), whose rows never fall.
+struct GradientOfRows {
+  at::Tensor rows, values;
+  at::Tensor sources = {}, coefficients = {}; ///< of terms, whose input are the values
+
+  GradientOfRows(const at::Tensor& rows, const at::Tensor& values) : rows(rows), values(values) {}
+  explicit GradientOfRows(const RowTerms& terms) : rows(terms.rows), values(terms.input), sources(terms.sources), coefficients(terms.coefficients) {}
+
+  /// The gradient that a descent follows under "maximize".
+  GradientOfRows negated() const {
+    GradientOfRows result = *this;
+    (coefficients.defined() ? result.coefficients : result.values) = (coefficients.defined() ? coefficients : values).neg();
+    return result;
+  }
+};
+
+/// Whether kernels may take terms as they are.
+inline bool takes_terms(const RowTerms& terms, int64_t num_rows) {
+  return are_sorted_ids(terms.rows, num_rows) && terms.sources.is_contiguous() && terms.coefficients.is_contiguous();
+}
+
 /// The gradient, sorted, with what it points to.
 template <typename T>
 struct GradientOnDevice {
-  at::Tensor values, rows, order, chunks;
+  at::Tensor values, rows, order, coefficients, chunks;
   SortedGradient<T> view;
 
-  GradientOnDevice(const at::Tensor& ids, const at::Tensor& gradient, int64_t num_rows) : values(gradient.contiguous()) {
-    if (are_sorted_ids(ids, num_rows)) {
+  GradientOnDevice(const GradientOfRows& gradient, int64_t num_rows) : values(gradient.values.contiguous()), coefficients(gradient.coefficients) {
+    const at::Tensor& ids = gradient.rows;
+    if (gradient.sources.defined()) {
+      rows = ids;
+      order = gradient.sources;
+    } else if (are_sorted_ids(ids, num_rows)) {
       rows = ids;
     } else {
       const SortedIds sorted(ids, num_rows - 1);
@@ -487,6 +521,7 @@ struct GradientOnDevice {
     view = {values.const_data_ptr<T>(),
             rows.const_data_ptr<int64_t>(),
             IntegersView(order),
+            coefficients.defined() ? coefficients.const_data_ptr<at::opmath_type<T>>() : nullptr,
             chunks.mutable_data_ptr<at::opmath_type<T>>(),
             count,
             width};
@@ -506,12 +541,12 @@ struct GradientOnDevice {
 };
 
 template <typename Rule>
-void update_rows(const Rule& rule, const at::Tensor& rows, const at::Tensor& values, int64_t num_rows) {
+void update_rows(const Rule& rule, const GradientOfRows& given_gradient, int64_t num_rows) {
   using T = typename Rule::Scalar;
-  if (values.numel() == 0) {
+  if (given_gradient.rows.numel() == 0 || given_gradient.values.numel() == 0) {
     return;
   }
-  const GradientOnDevice<T> gradient(rows, values, num_rows);
+  const GradientOnDevice<T> gradient(given_gradient, num_rows);
   const SortedGradient<T>& view = gradient.view;
   const auto stream = c10::cuda::getCurrentCUDAStream();
   if (view.width == 1) {

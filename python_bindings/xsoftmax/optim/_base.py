@@ -12,6 +12,7 @@ from .. import _first_step, _hooks
 from .._options import option_text
 from .._placement import state_of_rank, whole_state
 from . import _torch_options, _values
+from ._lazy import LazyGradParameter, drop_terms, make_lazy, terms_of
 
 
 def sparse_rows(who: str, param: Tensor, grad: Tensor) -> Tuple[Tensor, Tensor]:
@@ -25,7 +26,7 @@ def sparse_rows(who: str, param: Tensor, grad: Tensor) -> Tuple[Tensor, Tensor]:
     return grad._indices().select(0, 0), grad._values()
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, LazyGradParameter)
 
 
 def _local(tensor: Any) -> Any:
@@ -83,7 +84,10 @@ class RowOptimizer(torch.optim.Optimizer):
     _counterpart: str
     _later_options: Dict[str, Any] = dict(stochastic_rounding=False, state_dtype=None)  # which older checkpoints and torch.optim's know nothing of
 
-    def __init__(self, params: Any, options: Dict[str, Any], torch_options: Dict[str, Any]) -> None:
+    def __init__(self, params: Any, options: Dict[str, Any], torch_options: Dict[str, Any], lazy_gradient: bool = False) -> None:
+        if not isinstance(lazy_gradient, bool):
+            raise TypeError(f"{self._name}: expected lazy_gradient as a bool, got {type(lazy_gradient).__name__}")
+        self._lazy_gradient = lazy_gradient
         _torch_options.check_keywords(self._name, torch_options, options, self._option_names)
         super().__init__(_torch_options.check_parameters(self._name, params), options)
         _first_step.register_row_optimizer(self)
@@ -147,6 +151,15 @@ class RowOptimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        for param in group["params"] if self._lazy_gradient else ():
+            make_lazy(param)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim's. A gradient that was not written out (lazy_gradient) is dropped as it is."""
+        for group in self.param_groups:
+            for param in group["params"] if set_to_none else ():
+                drop_terms(param)
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], float]] = None) -> Optional[float]:  # type: ignore[override]  # torch's are overloads
@@ -170,8 +183,17 @@ class RowOptimizer(torch.optim.Optimizer):
         texts, rates = self._texts_and_rates()
         rows: List[Optional[Tensor]] = []
         params, values, tensors, counts, fresh = [], [], [], [], {}
-        for group, text in zip(self.param_groups, texts):
-            group_params = [param for param in group["params"] if param.grad is not None]
+        lazy: List[Tuple[Tensor, List[Tensor], List[Tensor], str, Optional[Tensor]]] = []
+        for number, (group, text) in enumerate(zip(self.param_groups, texts)):
+            terms = {param: terms_of(param) for param in group["params"]} if self._lazy_gradient else {}
+            for param, left in terms.items():
+                if left:
+                    state = self.state.get(param) or self._new_state(param, True, text, fresh)
+                    if _is_of_rows(state):
+                        lazy.append((param, self._tensors(state), left, text, rates[number] if rates is not None else None))
+                    else:
+                        terms[param] = []  # state of dense gradients takes one that is written out
+            group_params = [param for param in group["params"] if not terms.get(param) and param.grad is not None]
             for param in group_params:
                 grad = param.grad
                 is_sparse = grad.layout != torch.strided
@@ -183,8 +205,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     # the state that is loaded next.
                     known = type(param) in _PLAIN and torch.ops.xsoftmax.is_row_table(param)
                     keeps_rows = is_sparse or known or id(param) in _first_step.row_sparse_tables()
-                    made = self._call("_state", _local(param), keeps_rows, text)
-                    state = fresh[param] = {name: _spread(param, tensor) for name, tensor in zip(self._state_names, made)}
+                    state = self._new_state(param, keeps_rows, text, fresh)
                 params.append(_local(param))
                 rows.append(None)  # the operator reads those of a sparse gradient
                 values.append(_local(grad))
@@ -192,8 +213,15 @@ class RowOptimizer(torch.optim.Optimizer):
             counts.append(len(group_params))
         if params:
             self._call("_step_", params, rows, values, tensors, texts, counts, rates)
+        for param, of_rows, left, text, rate in lazy:
+            self._call("_terms_", param, of_rows, *left, text, rate)
         self.state.update(fresh)
         return loss
+
+    def _new_state(self, param: Tensor, keeps_rows: bool, text: str, fresh: Dict[Tensor, Any]) -> Dict[str, Any]:
+        made = self._call("_state", _local(param), keeps_rows, text)
+        state = fresh[param] = {name: _spread(param, tensor) for name, tensor in zip(self._state_names, made)}
+        return state
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -337,5 +365,6 @@ class RowOptimizer(torch.optim.Optimizer):
             for name, value in self._later_options.items():
                 group.setdefault(name, value)
         super().__setstate__(state)
+        self.__dict__.setdefault("_lazy_gradient", False)
         if not any(isinstance(value, _Hidden) for tensors in self.state.values() for value in tensors.values()):
             self._register_debts()  # of a copy

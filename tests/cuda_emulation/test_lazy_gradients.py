@@ -1,0 +1,212 @@
+"""Tables whose gradient is left as terms for their optimizer (lazy_gradient), as on a device, against gradients that are written out."""
+
+import copy
+import os
+
+import pytest
+import torch
+
+import xsoftmax as xs
+
+N, D, Q = 60, 8, 12
+OPTIMIZERS = {"adam": (xs.optim.RowAdam, dict(weight_decay=0.01)), "row-wise adam": (xs.optim.RowAdam, dict(row_wise=True)),
+              "maximize": (xs.optim.RowAdam, dict(maximize=True)), "adagrad": (xs.optim.RowAdagrad, dict(lr=0.1)),
+              "sgd": (xs.optim.RowSGD, dict(lr=0.1, momentum=0.9, weight_decay=0.01))}
+
+
+@pytest.fixture(autouse=True)
+def on_a_device():
+    torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
+    torch.ops.cuda_emulator.take_over()
+    torch.ops.cuda_emulator.let_host_read(False)
+    yield
+    torch.ops.cuda_emulator.let_host_read(True)
+
+
+def make(optimizer: str = "adam", lazy: bool = True, bias: bool = True, dtype: torch.dtype = torch.float32, num_samples: int = 5):
+    torch.manual_seed(0)
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=xs.samplers.LogUniformSampler(N, num_samples, shared=False), bias=bias, dtype=dtype, sparse_grad=True)
+    kind, options = OPTIMIZERS[optimizer]
+    return loss, kind(loss.parameters(), lazy_gradient=lazy, **options)
+
+
+def batch(step: int = 0, dtype: torch.dtype = torch.float32):
+    generator = torch.Generator().manual_seed(step)
+    input, target = torch.randn(Q, D, generator=generator).to(dtype), torch.randint(N, (Q,), generator=generator)
+    target[1], input[1] = -100, float("nan")
+    return input.requires_grad_(), target
+
+
+def pending(loss) -> bool:
+    return bool(torch.ops.xsoftmax.pending_row_terms(loss.linear.weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_trains_as_with_written_gradients(optimizer, dtype):
+    tables, gradients = [], []
+    for lazy in (False, True):
+        loss, row_optimizer = make(optimizer, lazy, dtype=dtype)
+        for step in range(4):
+            torch.manual_seed(step)
+            input, target = batch(step, dtype)
+            row_optimizer.zero_grad()
+            loss(input, target).backward()
+            assert pending(loss) == lazy
+            row_optimizer.step()
+        gradients.append([input.grad, loss.linear.weight.grad.to_dense(), loss.linear.bias.grad.to_dense()])
+        row_optimizer.flush()
+        tables.append([loss.linear.weight.detach(), loss.linear.bias.detach()])
+    rounding = dict(rtol=2e-2, atol=2e-2) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients[1], gradients[0], **rounding)
+    torch.testing.assert_close(tables[1], tables[0], **rounding)
+
+
+def test_many_terms_of_one_row():
+    """More than 32, which are summed in chunks: all draws are of three classes."""
+    tables = []
+    for lazy in (False, True):
+        torch.manual_seed(0)
+        weights = torch.zeros(N)
+        weights[:3] = 1
+        loss = xs.SampledSoftmaxLoss(D, N, sampler=xs.samplers.UnigramSampler(weights, 40, shared=False, distinct=False), bias=False, sparse_grad=True)
+        optimizer = xs.optim.RowAdam(loss.parameters(), lazy_gradient=lazy)
+        torch.manual_seed(1)
+        loss(*batch()).backward()
+        optimizer.step()
+        tables.append(loss.linear.weight.detach())
+    torch.testing.assert_close(tables[1], tables[0])
+
+
+def test_reading_writes_the_gradient_out():
+    loss, optimizer = make()
+    loss(*batch()).backward()
+    assert pending(loss)
+    gradient = loss.linear.weight.grad
+    assert gradient.is_sparse and not pending(loss) and gradient is loss.linear.weight.grad
+    loss.linear.weight.grad = None
+    assert loss.linear.weight.grad is None
+
+
+def test_clipping_and_the_next_step():
+    """A gradient that was read is the one that the step takes."""
+    tables = []
+    for lazy in (False, True):
+        loss, optimizer = make(lazy=lazy)
+        torch.manual_seed(1)
+        loss(*batch()).backward()
+        norm = xs.clip_grad_norm_(loss.parameters(), 1e-3)
+        assert norm > 1e-3
+        optimizer.step()
+        tables.append(loss.linear.weight.detach())
+    torch.testing.assert_close(tables[1], tables[0])
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_gradients_accumulate(zero):
+    """Two backward passes before a step; or a step, and another pass without zeroing."""
+    found = []
+    for lazy in (False, True):
+        loss, optimizer = make(lazy=lazy)
+        for step in range(2):
+            torch.manual_seed(step)
+            loss(*batch(step)).backward()
+            if zero and step == 0:
+                optimizer.step()
+        found.append(loss.linear.weight.grad.to_dense())
+        optimizer.step()
+        optimizer.flush()
+        found.append(loss.linear.weight.detach())
+    torch.testing.assert_close(found[2:], found[:2])
+
+
+def test_a_table_that_something_else_uses():
+    """A tied embedding: its gradient and the loss's are one."""
+    found = []
+    for lazy in (False, True):
+        loss, optimizer = make(lazy=lazy, bias=False)
+        torch.manual_seed(1)
+        input, target = batch()
+        embedded = torch.nn.functional.embedding(target.clamp_min(0), loss.linear.weight, sparse=True)
+        (loss(input, target) + embedded.square().sum()).backward()
+        found.append(loss.linear.weight.grad.to_dense())
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_gradients_that_someone_waits_for_are_made():
+    loss, optimizer = make()
+    input, target = batch()
+    [gradient] = torch.autograd.grad(loss(input, target), loss.linear.weight)
+    assert gradient.is_sparse and not pending(loss)
+    loss(input, target).backward(inputs=[loss.linear.weight])
+    assert not pending(loss)
+    optimizer.zero_grad()
+    seen = []
+    handle = loss.linear.weight.register_hook(lambda gradient: seen.append(gradient))
+    loss(input, target).backward()
+    handle.remove()
+    assert seen and not pending(loss)
+    optimizer.zero_grad()
+    handle = loss.linear.weight.register_post_accumulate_grad_hook(seen.append)
+    loss(input, target).backward()
+    handle.remove()
+    assert len(seen) == 2 and not pending(loss)
+
+
+def test_queries_that_changed_are_refused():
+    loss, optimizer = make(bias=False)
+    input, target = batch()
+    before = loss.linear.weight.detach().clone()
+    hidden = input * 1
+    loss(hidden, target).backward()
+    with torch.no_grad():
+        hidden.add_(1)
+    with pytest.raises(RuntimeError, match="expected the queries of a loss to stay as they are"):
+        optimizer.step()
+    torch.testing.assert_close(loss.linear.weight.detach(), before, rtol=0, atol=0)
+    optimizer.zero_grad()
+    assert loss.linear.weight.grad is None
+
+
+def test_copies_and_checkpoints():
+    """A copy of a module and an optimizer starts without a gradient that waits; state dicts are those of any table."""
+    loss, optimizer = make()
+    loss(*batch()).backward()
+    twin, _ = copy.deepcopy((loss, optimizer))
+    assert loss.linear.weight.grad is not None and type(twin.linear.weight) is type(loss.linear.weight)
+    optimizer.step()
+    other, fresh = make(lazy=False)
+    other.load_state_dict(loss.state_dict())
+    fresh.load_state_dict(optimizer.state_dict())
+    torch.testing.assert_close(other.linear.weight.detach(), loss.linear.weight.detach())
+
+
+def test_shared_candidates_and_lazy_gradients():
+    """Rows of shared candidates are few: their gradient is made as ever."""
+    loss = xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=16)
+    optimizer = xs.optim.RowAdam(loss.parameters(), lazy_gradient=True)
+    loss(*batch()).backward()
+    assert not pending(loss) and loss.linear.weight.grad.is_sparse
+    optimizer.step()
+
+
+def test_a_wrong_option():
+    with pytest.raises(TypeError, match="RowAdam: expected lazy_gradient as a bool, got int"):
+        xs.optim.RowAdam([torch.nn.Parameter(torch.zeros(2, 2))], lazy_gradient=1)
+
+
+def test_less_is_written():
+    """The step's launches write no rows of a gradient: of R rows of D numbers, R terms remain."""
+    written = []
+    for lazy in (False, True):
+        loss, optimizer = make(lazy=lazy, bias=False, num_samples=20)
+        loss(*batch()).backward()
+        emulator = torch.ops.cuda_emulator
+        emulator.forget()
+        optimizer.zero_grad()
+        loss(*batch()).backward()
+        optimizer.step()
+        written.append(emulator.launched())
+    assert any(name.startswith("row_gradient_kernel") for name in written[0])
+    assert not any(name.startswith(("row_gradient_kernel", "join_chunks_kernel")) for name in written[1])
+    assert any(name.startswith("row_terms_kernel") for name in written[1])
