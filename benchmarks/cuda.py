@@ -149,15 +149,15 @@ def main() -> None:
     if args.part:
         run_part(args.part, args.device, args.tiny, args.part_seconds, args.text)
     found = about(args)
-    if not args.json:
+    if args.json != "-":
         print(", ".join(f"{key} {value}" for key, value in found.items()) + "\n", flush=True)
     rows = measure(args, found)
+    if args.json != "-":
+        print_table(texts_of(rows), ["part", "figure", "value", "aim", "detail"])
     if args.json:
         write_record(args, found, rows)
-    else:
-        print_table(texts_of(rows), ["part", "figure", "value", "aim", "detail"])
-        if not args.output:
-            print("\n" + json.dumps({"about": found, "rows": rows}))
+    elif not args.output:
+        print("\n" + json.dumps({"about": found, "rows": rows}))
     if all(row["value"] is None for row in rows):
         why = rows[0]["detail"] if rows else "no part was named"
         sys.exit(f"cuda.py: nothing was measured: {why}")
