@@ -57,8 +57,8 @@ def no_device(name: str) -> str:
     except Exception as error:  # no such device, no driver, torch built without CUDA
         return f"no device {name}: {reason(error)}"
     if name.startswith("cuda") and not HAS_KERNELS:
-        return "this xsoftmax was built without CUDA kernels: " \
-               "CMAKE_ARGS=-DXSOFTMAX_CUDA=ON pip install --no-build-isolation ."
+        return ("this xsoftmax was built without CUDA kernels: "
+                "CMAKE_ARGS=-DXSOFTMAX_CUDA=ON pip install --no-build-isolation .")
     return ""
 
 

@@ -215,8 +215,8 @@ def part_language_model(bench: Bench) -> None:
             bench.row(f"(GPT, {name})", detail=reason(error))
             continue
         last = points[-1]
-        detail = f"{last['steps']} steps, {1e3 * last['seconds'] / last['steps']:.4g} ms a step, " \
-                 f"{text.words:,} words"
+        step = last["seconds"] / last["steps"]
+        detail = f"{last['steps']} steps, {1e3 * step:.4g} ms a step, {text.words:,} words"
         bench.row(f"GPT, {name}: validation loss after {seconds:.0f} s", last["loss"], "nats",
                   None, detail, curve=points)
         del trainer
