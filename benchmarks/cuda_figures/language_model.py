@@ -18,7 +18,7 @@ from .bench import Bench, reason
 PLAIN = "F.linear + F.cross_entropy, torch.compile"
 CUT = "Cut Cross-Entropy"
 RATE, WARM_UP, MARKS = 1e-3, 100, 8
-SETUP_SECONDS, LAYER_SECONDS = 45, 4  # for text and compilation; validation of an output layer
+LAYER_SECONDS = 6  # of an output layer, for warm-up and validation
 
 
 @dataclass
@@ -113,6 +113,12 @@ class Trainer:
         words = train[first + torch.arange(self.context + 1, device=device)]
         return words[:, :-1], words[:, 1:].flatten()
 
+    def warm_up(self) -> None:
+        """Compiles, and makes the state of the optimizers."""
+        for _ in range(2 if self.bench.tiny else 6):
+            self.step(0.0)
+        self.bench.synchronize()
+
     def step(self, rate: float) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -152,12 +158,9 @@ def learning_rate(steps: int, share: float) -> float:
 
 
 def train(trainer: Trainer, seconds: float) -> List[dict]:
-    """Returns the points of the curve: seconds of training, steps, validation loss. Neither warm-up
-    nor validation counts as training."""
+    """Returns the points of the curve: seconds of training, steps, validation loss. Validation does
+    not count as training."""
     check_every = 2 if trainer.bench.tiny else 20
-    for _ in range(2 if trainer.bench.tiny else 6):
-        trainer.step(0.0)
-    trainer.bench.synchronize()
     used, steps, points = 0.0, 0, []
     begin = time.perf_counter()
     while len(points) < MARKS:
@@ -201,15 +204,15 @@ def part_language_model(bench: Bench) -> None:
             layers[name] = make()
         except Exception as error:
             bench.row(f"(GPT, {name})", detail=reason(error))
-    left = bench.end - time.monotonic() - SETUP_SECONDS
-    seconds = 0.05 if bench.tiny else min(60.0, left / len(layers) - LAYER_SECONDS)
-    if seconds < 0.05 or not bench.tiny and seconds < 5:
-        bench.row("(GPT)", detail=f"{seconds:.0f} s for each output layer are too few to train")
-        return
+    count, seconds = len(layers), 0.05 if bench.tiny else None
     curves: Dict[str, List[dict]] = {}
     for name in list(layers):
         try:
             trainer = Trainer(bench, text, layers.pop(name))
+            trainer.warm_up()
+            if seconds is None:  # the first has compiled what all of them use
+                left = (bench.end - time.monotonic()) / count - LAYER_SECONDS
+                seconds = max(3.0, min(60.0, left))
             points = curves[name] = train(trainer, seconds)
         except Exception as error:
             bench.row(f"(GPT, {name})", detail=reason(error))

@@ -29,7 +29,7 @@ PARTS: Dict[str, Part] = {
     "shared": Part(sampled.part_shared),
     "private": Part(sampled.part_private),
     "exact": Part(exact.part_exact),
-    "language_model": Part(language_model.part_language_model, most=150, least=90),
+    "language_model": Part(language_model.part_language_model, most=170, least=100),
     "recurrent": Part(recurrent.part_recurrent),
     "exact_wide": Part(exact.part_exact_wide),
     "gathers": Part(kernels.part_gathers),

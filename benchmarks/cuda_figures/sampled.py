@@ -91,17 +91,19 @@ def sampled_steps(bench: Bench, case: Case) -> Runs:
     call = naive_call(bench, case, naive, input, target)
     compiled = naive_call(bench, case, compiled_naive(bench, naive), input, target)
 
-    def our_call() -> Tensor:
-        return ours(input, target)
-    optimizer = xs.optim.RowAdam(ours.parameters())
-    runs = {OURS: training_step(our_call, input, ours.parameters(), optimizer),
+    def our_step(loss: xs.SampledSoftmaxLoss, optimizer: Optional[type] = xs.optim.RowAdam):
+        parameters = list(loss.parameters())
+        return training_step(lambda: loss(input, target), input, parameters,
+                             optimizer and optimizer(parameters))
+    runs = {OURS: our_step(ours),
             NAIVE: training_step(call, input, table, torch.optim.SparseAdam(table)),
             COMPILED: training_step(compiled, input, table, torch.optim.SparseAdam(table)),
-            f"{OURS}, no optimizer": training_step(our_call, input, ours.parameters()),
+            f"{OURS}, no optimizer": our_step(ours, None),
             f"{NAIVE}, no optimizer": training_step(call, input, table),
             f"{COMPILED}, no optimizer": training_step(compiled, input, table)}
     if bench.cuda:
-        runs |= bench.attempt(f"{OURS}, CUDA graph", lambda: bench.graphed(runs[OURS]))
+        runs |= bench.attempt(f"{OURS}, CUDA graph", lambda: bench.graphed(our_step(our_loss(
+            bench, case.num_samples, case.shared, dtype=case.dtype))))
         for name in (NAIVE, COMPILED):
             runs |= bench.attempt(f"{name}, CUDA graph", lambda: graphed_naive(
                 bench, runs[f"{name}, no optimizer"], table, torch.optim.SparseAdam(table)))

@@ -75,12 +75,15 @@ def test_bad_arguments_are_refused_before_anything_runs(arguments, message):
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The modules of the parts. benchmarks/ comes last, or torch would take cuda.py for NVIDIA's
-    package of that name."""
+    """The modules of the parts, on one thread: several would wait for each other on a busy machine.
+    benchmarks/ comes last, or torch would take cuda.py for NVIDIA's package of that name."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     monkeypatch.setattr(sys, "path", [*sys.path, str(PROGRAM.parent)])
     names = ("bench", "device_tests", "language_model", "parts", "sampled")
-    return SimpleNamespace(**{name: importlib.import_module(f"cuda_figures.{name}")
-                              for name in names})  # fmt: skip
+    yield SimpleNamespace(**{name: importlib.import_module(f"cuda_figures.{name}")
+                             for name in names})  # fmt: skip
+    torch.set_num_threads(threads)
 
 
 def rows_of(figures, monkeypatch, part):
