@@ -12,7 +12,8 @@ from .bench import Bench
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST_SECONDS = 220  # of all tests: the remaining time is for figures
-FILES = ("test_cuda_device.py", "test_device_draws.py")
+# Files, and the tests of each that a trial of the program runs.
+FILES = {"test_cuda_device.py": "composites and scores", "test_device_draws.py": "lsh"}
 
 
 def part_device(bench: Bench) -> None:
@@ -31,10 +32,10 @@ def part_tests(bench: Bench) -> None:
 def arguments_of(bench: Bench, file: str) -> List[str]:
     # -rfE lists failed tests at the end; -v each test as it ends, for a run that is stopped.
     arguments = ["-v", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-rfE"]
-    arguments += ["-x"] if bench.tiny else ["--maxfail=50"]
-    if bench.tiny and file == "test_cuda_device.py":
-        arguments += ["-k", "composites"]
-    if not bench.tiny and importlib.util.find_spec("xdist"):
+    if bench.tiny:
+        return [*arguments, "-x", "-k", FILES[file]]
+    arguments += ["--maxfail=50"]
+    if importlib.util.find_spec("xdist"):
         arguments += ["-n", str(min(8, os.cpu_count() or 1))]
     return arguments
 

@@ -81,14 +81,14 @@ def figures(monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.setattr(sys, "path", [*sys.path, str(PROGRAM.parent)])
     names = ("bench", "device_tests", "language_model", "parts", "sampled")
-    yield SimpleNamespace(**{name: importlib.import_module(f"cuda_figures.{name}")
-                             for name in names})  # fmt: skip
+    yield SimpleNamespace(
+        **{name: importlib.import_module(f"cuda_figures.{name}") for name in names})
     torch.set_num_threads(threads)
 
 
-def rows_of(figures, monkeypatch, part):
+def rows_of(figures, monkeypatch, part, bench=None):
     """(figure, value, detail) of each row of a part."""
-    bench, rows = figures.bench.Bench("cpu", True), []
+    bench, rows = bench or figures.bench.Bench("cpu", True), []
 
     def row(figure, value=None, unit="", aim=None, detail="", **more):
         rows.append((figure, value, detail))
@@ -109,6 +109,31 @@ def test_every_part_finds_its_figures(figures, monkeypatch, part):
     assert measured and all(value > 0 for value in measured)
     for name in NAMED.get(part, []):
         assert any(name in figure for figure, _, _ in rows), name
+
+
+@pytest.mark.parametrize("part, names", [
+    ("shared", ["as a CUDA graph", "CUDA graph / naive, eager", "/ naive, CUDA graph and SparseAdam",
+                "/ naive, torch.compile, CUDA graph and SparseAdam"]),
+    ("exact", ["as CUDA graphs / F.linear + F.cross_entropy, CUDA graph",
+               "as CUDA graphs / F.linear + F.cross_entropy, torch.compile, CUDA graph"]),
+    ("draws", ["512 distinct uniform draws, as a CUDA graph"]),
+    ("midx", ["draw, as a CUDA graph"]),
+])  # fmt: skip
+def test_graphs_of_ours_and_of_rivals_are_measured(figures, monkeypatch, part, names):
+    """The way of a GPU, with a stand-in for its clock and its graphs, which run eagerly."""
+    bench, cpu = (figures.bench.Bench("cpu", True) for _ in range(2))
+    stand_ins = dict(_timed=cpu._timed, compiled=cpu.compiled, synchronize=lambda: None,
+                     graphed=lambda step: step, release=lambda: None, peak=lambda: 1e9,
+                     _counted=lambda run: (3, 1e-3), peak_memory=lambda run: 2.0)  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(bench, name, stand_in)
+    bench.cuda = True
+    rows = rows_of(figures, monkeypatch, part, bench)
+    for name in names:
+        assert any(figure.endswith(name) for figure, value, _ in rows if value), name
+    assert part in ("draws", "midx") or any(
+        "launches, xsoftmax" in figure and value == 3 and "kernels 1 ms" in detail
+        for figure, value, detail in rows)  # fmt: skip
 
 
 def test_shares_are_of_the_data_sheet_and_of_a_measured_copy(figures, monkeypatch):
@@ -172,7 +197,7 @@ def test_memory_that_cannot_be_measured_takes_nothing_along(figures, monkeypatch
 
 
 def test_tests_that_take_too_long_tell_how_far_they_came(figures, monkeypatch):
-    monkeypatch.setattr(figures.device_tests, "TEST_SECONDS", 2)
+    monkeypatch.setattr(figures.device_tests, "TEST_SECONDS", 1)
     (figure, value, detail), *_ = rows_of(figures, monkeypatch, "tests")
     assert figure == "tests of the device, test_cuda_device.py"
     assert value is None and "stopped after" in detail
