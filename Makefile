@@ -14,13 +14,14 @@
 #   make cuda-check  compiles and links the CUDA kernels, and refuses spilled registers; needs no GPU (CUDA_ARCH="75;80;90;100;120": for a release)
 #   make cuda-emulate  runs the CUDA kernels on the CPU: threads in five orders, and under sanitizers (half an hour); needs no CUDA either;
 #                    make cuda-emulate-brief: one order, the operators that launch kernels themselves (8 minutes)
+#   make gpu         builds for the GPU of this machine, runs the tests of the device and measures: build/gpu/cuda.json
 #   make cuda-page   fills the tables of docs/howto/cuda.md from what cuda-emulate and cuda-check built
 #   make docs        the site, into build/docs/html, and its checks: warnings, links within it, spelling, a browser at two widths;
 #                    XSOFTMAX_DOCS_EXECUTE=off make docs: without the output of its notebooks, which takes 5 minutes less
 #   make docs-links  the site's links to elsewhere, which takes the network
 #   make clean       removes all that make made
 #
-# Variables: WHEEL (make demo: a wheel to install instead of a build), PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS
+# Variables: MINUTES (of the measurements of make gpu), WHEEL (make demo: a wheel to install instead of a build), PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS
 # (compilers and test processes at once), PYTEST_ARGS, ORDERS (of threads, after the first: make cuda-emulate), and those of .ci/cuda_check.
 
 PYTHON ?= python3
@@ -35,7 +36,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build test test-python exchange cpp-tests test-cpp test-consumer tutorials test-slow sanitize demo bench cuda-check cuda-emulate cuda-emulate-brief cuda-page lint format clean gtest python-headers
+.PHONY: build test test-python exchange cpp-tests test-cpp test-consumer tutorials test-slow sanitize demo bench gpu cuda-check cuda-emulate cuda-emulate-brief cuda-page lint format clean gtest python-headers
 .PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
 
 # A developer's own build must not stand in for the one under test.
@@ -188,6 +189,10 @@ test-consumer: $(INSTALLED)
 
 cuda-check: $(INSTALLED)
 	CUDA_ARCH="$(CUDA_ARCH)" bash .ci/cuda_check build/package/libxsoftmax.so
+
+# What it installs has kernels, so the next `make build` installs anew.
+gpu: $(READY) | python-headers
+	JOBS=$(JOBS) .ci/gpu $(INSTALLED)
 
 EMULATION = build=$(1); cmake -S tests/cuda_emulation -B $$build -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" -DEMULATE_SANITIZE=$(2) \
   >$$build.log || { cat $$build.log; exit 1; }; cmake --build $$build

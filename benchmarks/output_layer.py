@@ -31,16 +31,24 @@ class NaiveSampled(nn.Module):
 
     def shared(self, input: Tensor, target: Tensor, ids: Tensor, log_count: Tensor) -> Tensor:
         rows = self.embedding(torch.cat([ids, target]))
-        sampled = input @ rows[:ids.numel()].T - log_count
-        sampled = sampled.masked_fill(ids == target[:, None], float("-inf"))
-        true = (input * rows[ids.numel():]).sum(1, keepdim=True)
-        return self._cross_entropy(true, sampled)
+        return self.shared_loss(input, rows, target, ids, log_count)
 
     def private(self, input: Tensor, target: Tensor, ids: Tensor, log_count: Tensor) -> Tensor:
         rows = self.embedding(torch.cat([target[:, None], ids], 1))
+        return self.private_loss(input, rows, target, ids, log_count)
+
+    @staticmethod
+    def shared_loss(input: Tensor, rows: Tensor, target: Tensor, ids: Tensor, log_count: Tensor) -> Tensor:
+        sampled = input @ rows[:ids.numel()].T - log_count
+        sampled = sampled.masked_fill(ids == target[:, None], float("-inf"))
+        true = (input * rows[ids.numel():]).sum(1, keepdim=True)
+        return NaiveSampled._cross_entropy(true, sampled)
+
+    @staticmethod
+    def private_loss(input: Tensor, rows: Tensor, target: Tensor, ids: Tensor, log_count: Tensor) -> Tensor:
         scores = torch.bmm(rows, input[:, :, None]).squeeze(2)
         sampled = (scores[:, 1:] - log_count).masked_fill(ids == target[:, None], float("-inf"))
-        return self._cross_entropy(scores[:, :1], sampled)
+        return NaiveSampled._cross_entropy(scores[:, :1], sampled)
 
     @staticmethod
     def _cross_entropy(true: Tensor, sampled: Tensor) -> Tensor:

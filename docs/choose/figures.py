@@ -14,7 +14,6 @@ import time
 from datetime import date
 from pathlib import Path
 
-import matplotlib
 import torch
 from torch import nn
 
@@ -25,12 +24,10 @@ ROOT = HERE.parents[1]
 FOLDER = HERE / "figures"
 sys.path += [str(ROOT / "benchmarks"), str(ROOT)]
 import advise as language  # noqa: E402  (benchmarks/advise.py: a small language model)
+from pictures import picture  # noqa: E402  (benchmarks/pictures.py)
 from timing import interleave, machine  # noqa: E402
 
 from examples.language_model.data import load_corpus  # noqa: E402
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 CLASSES = (1_000, 10_000, 100_000, 1_000_000)
 WIDTH, QUERIES = 64, 256
@@ -157,14 +154,7 @@ def measure_precision() -> dict:
     return {"width": width, "rows": rows}
 
 
-# ---- pictures: colours and greys that are seen on white and on black, no background
-
-COLOURS = ("#d9822b", "#3f8fd0", "#4aa564", "#b565c4", "#8a8a8a", "#d05f5f")
-STYLE = {"text.color": "#808080", "axes.edgecolor": "#808080", "axes.labelcolor": "#808080", "xtick.color": "#808080", "ytick.color": "#808080",
-         "axes.prop_cycle": matplotlib.cycler(color=COLOURS), "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
-         "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False, "font.size": 11, "svg.hashsalt": "xsoftmax", "svg.fonttype": "path",
-         "axes.grid": True, "grid.color": "#80808040", "lines.marker": "o"}
-
+# ---- pictures
 
 def lines(axes, rows: list, names: list, label: str) -> None:
     for name in names:
@@ -249,11 +239,8 @@ def main() -> None:
             found = {"machine": machine(), "command": f"python docs/choose/figures.py --measure {name}", "date": f"{date.today()}"}
             found |= globals()[f"measure_{name}"]()
             path.write_text(json.dumps(found, indent=1) + "\n")
-        with plt.rc_context(STYLE):
-            figure = plt.figure(figsize=(9, 3.6) if name == "trees" else (6.4, 3.6), layout="constrained")
+        with picture(FOLDER / f"{name}.svg", 9 if name == "trees" else 6.4) as figure:
             globals()[f"draw_{name}"](json.loads(path.read_text()), figure)
-            figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
-            plt.close(figure)
 
 
 if __name__ == "__main__":

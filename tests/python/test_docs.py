@@ -354,6 +354,53 @@ def test_the_table_of_steps_in_the_readme_is_that_of_its_record():
     assert "AMD EPYC" in lines[begin - 2] and record["machine"]["cpu"].startswith("AMD EPYC") and record["machine"]["threads"] == 2
 
 
+GPU_RECORDS = ("cuda", "gpu_language_model")
+
+
+def test_figures_of_a_gpu_are_those_of_their_records():
+    records = [json.loads((DOCS / f"benchmarks/{name}.json").read_text()) for name in GPU_RECORDS]
+    cells = [cell for record in records for table in record["tables"] for row in table["rows"]
+             for cell in row[1:]]  # fmt: skip
+    measured = [float(number) for cell in cells for number in re.findall(r"\d+(?:\.\d+)?", cell)]
+    for path, title in ((DOCS / "howto/cuda.md", "Measured on an H100"), (ROOT / "README.md",
+                                                                         "On a GPU")):
+        (text,) = re.findall(rf"^## {title}\n(.*?)^## ", path.read_text(), re.M | re.S)
+        for record in records:
+            assert record["commit"][:7] in text and record["date"] in text
+            assert record["machine"]["torch"].partition("+")[0] in text
+        assert "not been measured again" in text
+        figure = r"(?<![\d.])([\d,]*\d\.\d+|[\d,]+(?= MB))(?: ms| MB| with| \||:)"
+        for number in re.findall(figure, text):
+            number = number.replace(",", "")
+            decimals = len(number.partition(".")[2])
+            assert any(round(value, decimals) == float(number) for value in measured), number
+
+
+def test_the_picture_of_loss_against_time_is_drawn_from_its_record(monkeypatch, tmp_path):
+    record, name = DOCS / "benchmarks/gpu_language_model.json", "loss_against_time"
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    curves = importlib.import_module(name).curves_of(json.loads(record.read_text()))
+    (table,) = json.loads(record.read_text())["tables"]
+    assert [(layer, [f"{loss:.3f}" for loss in losses]) for layer, (_, losses) in curves.items()
+            ] == [(row[0], row[2:6]) for row in table["rows"]]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", [name, str(record), str(tmp_path / "picture.svg")])
+    importlib.import_module(name).main()
+    assert (tmp_path / "picture.svg").read_text().startswith("<?xml")
+    assert (DOCS / f"howto/figures/{name}.svg").exists()
+
+
+def test_a_record_of_a_gpu_is_named_after_it(records, tmp_path):
+    write(records[0], tmp_path / "step.json")
+    found = json.loads((tmp_path / "step.json").read_text())
+    found["machine"] |= {"gpu": "NVIDIA H100", "cuda": "13.0"}
+    del found["machine"]["threads"]
+    (tmp_path / "step.json").write_text(json.dumps(found))
+    records[1].generate(folder=tmp_path)
+    page = (tmp_path / "step.md").read_text()
+    assert "## NVIDIA H100\n" in page and f"NVIDIA H100; {found['machine']['cpu']}, " in page
+    assert "Machine: NVIDIA H100, of" in records[1].shown(found)
+
+
 @pytest.mark.parametrize("given, typed", [(["--threads", "1", "--json", "out/x.json"], "python benchmarks/step.py --threads 1"),
                                           (["--json", "--only", "kill"], "python benchmarks/step.py --only kill"),
                                           (["--json=x.json", "--gowalla", "/data/gowalla"], "python benchmarks/step.py --gowalla gowalla")])

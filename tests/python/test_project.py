@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import re
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
@@ -166,3 +167,38 @@ def test_files_that_pages_name_are_there(page):
     named = set(re.findall(r"`((?:csrc|include|tests|docs|examples|benchmarks|cmake|python_bindings|\.ci)/[\w./-]+\.\w+)`", text))
     missing = [name for name in links | named if name and not (ROOT / name).exists()]
     assert missing == []
+
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_call_targets_that_are_there(path):
+    targets = set(re.findall(r"^([\w-]+):(?!=)", read("Makefile"), re.M))
+    (matrix,) = re.findall(r"target: \[(.*)\]", path.read_text()) or [""]
+    called = {*re.findall(r"\bmake ([\w-]+)$", path.read_text(), re.M),
+              *filter(None, matrix.split(", "))}  # fmt: skip
+    assert called and called <= targets
+
+
+def test_the_gpu_workflow_waits_for_a_machine_with_a_gpu():
+    """Without a configured runner no machine takes it, and no push starts it."""
+    text = read(".github/workflows/gpu.yml")
+    (triggers,) = re.findall(r"^on:\n((?:  .*\n)+)", text, re.M)
+    assert triggers.split() == ["workflow_dispatch:"]
+    jobs = text.partition("jobs:\n")[2]
+    assert re.findall(r"^  \w+:\n    (.*)\n    (.*)\n", jobs, re.M) == [
+        ("if: vars.GPU_RUNNER != ''", "runs-on: ${{ vars.GPU_RUNNER }}")]  # fmt: skip
+    assert "- run: make gpu\n" in jobs
+
+
+def test_make_gpu_refuses_a_machine_without_one(tmp_path):
+    """And changes nothing there."""
+    stamp = tmp_path / "installed"
+    stamp.touch()
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    done = subprocess.run([ROOT / ".ci/gpu", stamp], env=environment, capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.returncode == 1 and "expected an NVIDIA GPU" in done.stderr and stamp.exists()

@@ -1,0 +1,1 @@
+"""The parts of benchmarks/cuda.py: a module measures one subject."""
