@@ -7,6 +7,7 @@
 #include "scores/gather_dot_cuda.h"
 
 #include <ATen/Dispatch.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
 #include <torch/library.h>

@@ -24,9 +24,15 @@ std::tuple<Tensor, Tensor, Tensor> scale_any(const Tensor& grad, const Tensor& t
 
 } // namespace
 
+void check_mean_shares(const Tensor& target, at::ScalarType dtype) {
+  constexpr const char* op = "mean_shares";
+  check::dim(op, "target", target, 1);
+  check::int64(op, "target", target);
+  TORCH_CHECK_TYPE(at::isFloatingType(dtype), op, ": expected a floating dtype, got number ", int(dtype));
+}
+
 Tensor mean_shares_reference(const Tensor& target, int64_t ignore_index, at::ScalarType dtype) {
-  check::dim("mean_shares", "target", target, 1);
-  check::int64("mean_shares", "target", target);
+  check_mean_shares(target, dtype);
   return target.ne(ignore_index).sum().to(dtype).reciprocal().expand_symint({target.sym_size(0)}).contiguous();
 }
 

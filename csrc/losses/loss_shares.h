@@ -12,6 +12,7 @@ namespace xsoftmax {
 //
 //     (1 / (target != ignore_index).sum()).expand(Q)
 at::Tensor mean_shares(const at::Tensor& target, int64_t ignore_index, at::ScalarType dtype);
+void check_mean_shares(const at::Tensor& target, at::ScalarType dtype);
 at::Tensor mean_shares_reference(const at::Tensor& target, int64_t ignore_index, at::ScalarType dtype);
 
 // scale_loss_gradients(grad [] or [Q], target int64 [Q], ignore_index, grad_input [Q, D], grad_scores [Q, W], input [Q, D]) -> the last three

@@ -34,8 +34,7 @@ __global__ void mean_shares_kernel(T* shares, const int64_t* target, int64_t que
 
 Tensor mean_shares_cuda(const Tensor& target, int64_t ignore_index, at::ScalarType dtype) {
   constexpr int64_t kMost = 1 << 16; // more would keep one block too long
-  check::dim("mean_shares", "target", target, 1);
-  check::int64("mean_shares", "target", target);
+  check_mean_shares(target, dtype);
   const int64_t queries = target.size(0);
   const c10::cuda::CUDAGuard guard(target.device());
   if (queries == 0 || queries > kMost || use_reference() || (dtype != at::kFloat && dtype != at::kDouble)) {

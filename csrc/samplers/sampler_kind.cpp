@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/options.h"
+#include "core/shape_checks.h"
 #include "samplers/modules.h"
 
 #include <ATen/ops/empty.h>
@@ -171,6 +172,7 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>, c10::L
 }
 
 Tensor sampler_log_count(const Tensor& queries, const Tensor& ids, at::TensorList state, std::string_view description) {
+  check::given_tensors("sampler_log_count", {{"queries", &queries}, {"ids", &ids}});
   return SamplerView("sampler_log_count", description, state).log_count(queries, ids);
 }
 
@@ -182,6 +184,7 @@ void sampler_step_(const Tensor& weight, const OptionalTensor& bias, at::TensorL
 std::tuple<Tensor, Tensor, Tensor> sampler_sample_outside(const Tensor& queries, const Tensor& candidates, const OptionalTensor& target, at::TensorList state,
                                                           std::string_view description, std::optional<at::Generator> generator, bool training,
                                                           int64_t first_query) {
+  check::given_tensors("sampler_sample_outside", {{"queries", &queries}, {"candidates", &candidates}});
   const SamplerView sampler("sampler_sample_outside", description, state);
   const CandidateSet set = sample_outside(sampler, {queries, target, std::move(generator), training, first_query}, candidates);
   return {set.ids, set.log_count, set.target_log_count.defined() ? set.target_log_count : at::empty({0}, set.log_count.options())};

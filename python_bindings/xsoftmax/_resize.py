@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _hooks
+from ._lazy_gradient import LazyGradParameter
 from ._checks import check_count
 from ._placement import are_local
 from ._table import TableModule, fresh_rows
@@ -80,7 +81,7 @@ def _tables(owner: str, loss: TableModule) -> List[Any]:
     """The parameters of a table that this process has by itself."""
     linear = loss.linear
     tables = [linear._parameters.get("weight")] + [linear.bias] * (getattr(linear, "bias", None) is not None) if isinstance(linear, nn.Linear) else [None]
-    if any(type(table) is not nn.Parameter for table in tables):
+    if any(type(table) not in (nn.Parameter, LazyGradParameter) for table in tables):
         raise TypeError(f"{owner}: expected linear as an nn.Linear whose weight and bias are parameters, got one that is parametrized, split or of another "
                         "kind")
     if not are_local(loss, *tables):

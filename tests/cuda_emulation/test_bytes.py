@@ -188,6 +188,42 @@ def row_adam_bfloat16():
     return optimizer_step(lambda params: xsoftmax.optim.RowAdam(params, lr=0.1), 2, torch.bfloat16, numbers=1)
 
 
+@case
+def row_adam_of_terms():
+    """A gradient that is not written out: rows of 64 queries, each in 16 of 1,024 terms."""
+    torch.manual_seed(0)
+    rows, dim, queries = 1024, 256, 64
+    param, options = torch.randn(20_000, dim), "lr=0.1,beta1=0.9,beta2=0.999,eps=1e-8"
+    state = ops.row_adam_state(param, True, options)
+    grad, ids = torch.randn(queries, 16), torch.randperm(len(param))[:rows].view(queries, 16)
+    terms, input, row = ops.row_terms(grad, ids, None, len(param)), torch.randn(queries, dim), dim * 4
+    written = rows * (2 * row + 4 * row + 2 * SECTOR + 16)
+    return Case(lambda: ops.row_adam_terms_(param, state, *terms, input, options), "row_update_kernel", memory=written + queries * row,
+                blocks=written + rows * row, shape="1,024 terms of 64 queries, D 256, float32")
+
+
+# --------------------------------------------------------------------------------------------------------------------- exact loss
+
+def exact_gradients(dtype):
+    """The gradients of the products of 128 queries with 4,096 classes, in their place: each product is read and its gradient written."""
+    torch.manual_seed(0)
+    queries, classes, dim = 128, 4096, 16
+    input, weight = torch.randn(queries, dim).to(dtype), torch.randn(classes, dim).to(dtype)
+    grad, target = torch.full((queries,), 1 / queries), torch.randint(classes, (queries,))
+    return Case(lambda: ops.linear_cross_entropy_with_gradients(grad, input, weight, None, target, None, "", [True, True, False]), "slope_kernel",
+                memory=queries * classes * (4 + input.element_size()), shape=f"Q 128, N 4,096, {str(dtype)[6:]}")
+
+
+@case
+def exact_gradients_float32():
+    return exact_gradients(torch.float32)
+
+
+@case
+def exact_gradients_bfloat16():
+    return exact_gradients(torch.bfloat16)
+
+
 # --------------------------------------------------------------------------------------------------------------------------- draws
 
 DRAWS = dict(num_queries=512, num_samples=64)

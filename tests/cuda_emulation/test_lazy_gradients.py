@@ -210,3 +210,17 @@ def test_less_is_written():
     assert any(name.startswith("row_gradient_kernel") for name in written[0])
     assert not any(name.startswith(("row_gradient_kernel", "join_chunks_kernel")) for name in written[1])
     assert any(name.startswith("row_terms_kernel") for name in written[1])
+
+
+def test_tables_are_resized():
+    loss, optimizer = make()
+    loss(*batch()).backward()
+    optimizer.step()
+    torch.ops.cuda_emulator.let_host_read(True)
+    loss.resize_classes(N + 3)
+    torch.ops.cuda_emulator.let_host_read(False)
+    optimizer.zero_grad()
+    loss(*batch()).backward()
+    assert pending(loss)
+    optimizer.step()
+    assert loss.linear.weight.shape == (N + 3, D) and loss.linear.weight.isfinite().all()

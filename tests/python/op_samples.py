@@ -71,6 +71,8 @@ def optimizer_samples():
         step([weight.clone()], [rows], [values], of_rows, [options], [1])
         made |= {f"{rule}_state": (weight, True, options), f"{rule}_flush_": (weight, of_rows),
                  f"{rule}_rows_": (weight, of_rows, rows, values, options, torch.tensor(0.2)),
+                 f"{rule}_terms_": (weight, of_rows, rows.sort().values, torch.tensor([2, 0, 1, 2, 2], dtype=torch.int32), torch.randn(5), torch.randn(3, D),
+                                    options, torch.tensor(0.2)),
                  f"{rule}_step_": ([weight, bias], [rows, None], [values, torch.randn(N)], [*of_rows, *dense], [options], [2], [torch.tensor(0.2)])}
         made["forget_debt"], made["register_debt"] = (of_rows,), (weight, of_rows, "row_sgd")
         made["register_row_state"] = (weight, of_rows, 0.5)
@@ -210,6 +212,11 @@ def samples():
         kmeans=(seed, weight, 3, 2, weight[:3].clone()),
         check_sampled_loss=(input, weight, target, None, None, False, ""),
         fix_row_gradient=(weight, None),
+        accept_row_terms=(weight, True),
+        drop_row_terms=(weight,),
+        pending_row_terms=(weight,),
+        write_row_terms=(weight,),
+        row_terms=(private_count, private, ones, N),
         has_row_gradient=(weight,),
         is_row_table=(weight,),
         label_tree=(tree.parent, tree.node_class),

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import _first_step, _hooks
+from .._lazy_gradient import PLAIN, drop_terms, make_lazy, terms_of
 from .._options import option_text
 from .._placement import state_of_rank, whole_state
 from . import _torch_options, _values
-from ._lazy import LazyGradParameter, drop_terms, make_lazy, terms_of
 
 
 def sparse_rows(who: str, param: Tensor, grad: Tensor) -> Tuple[Tensor, Tensor]:
@@ -26,17 +26,14 @@ def sparse_rows(who: str, param: Tensor, grad: Tensor) -> Tuple[Tensor, Tensor]:
     return grad._indices().select(0, 0), grad._values()
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, LazyGradParameter)
-
-
 def _local(tensor: Any) -> Any:
     """This rank's part of a DTensor, as fully_shard makes parameters: a dense step is that of each element."""
-    return tensor if type(tensor) in _PLAIN or not hasattr(tensor, "to_local") else tensor.to_local()
+    return tensor if type(tensor) in PLAIN or not hasattr(tensor, "to_local") else tensor.to_local()
 
 
 def _spread(param: Any, tensor: Tensor) -> Any:
     """State of this rank's part as a DTensor like the parameter; a number stays one."""
-    if type(param) in _PLAIN or not hasattr(param, "to_local") or tensor.dim() == 0:
+    if type(param) in PLAIN or not hasattr(param, "to_local") or tensor.dim() == 0:
         return tensor
     return type(param).from_local(tensor, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
 
@@ -203,7 +200,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 if not state:
                     # A table may have gradients of both kinds, and torch.distributed.checkpoint shows it a dense one of zeros, so that an optimizer makes
                     # the state that is loaded next.
-                    known = type(param) in _PLAIN and torch.ops.xsoftmax.is_row_table(param)
+                    known = type(param) in PLAIN and torch.ops.xsoftmax.is_row_table(param)
                     keeps_rows = is_sparse or known or id(param) in _first_step.row_sparse_tables()
                     state = self._new_state(param, keeps_rows, text, fresh)
                 params.append(_local(param))

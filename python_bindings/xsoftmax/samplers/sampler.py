@@ -5,6 +5,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tu
 import torch
 from torch import Tensor
 
+from .._lazy_gradient import PLAIN
 from .._arguments import describe_argument
 from .._checks import check_count, check_generator
 from .._memory import fill_empty, moved_table
@@ -75,7 +76,7 @@ def unusable_tables(owner: str, prefix: str, saved: Dict[str, Any], may_be_infin
         if not isinstance(table, Tensor):
             messages.append(f'While copying the parameter named "{prefix}{name}", expected torch.Tensor or Tensor-like object from checkpoint '
                             f"but received {type(table)}")
-        elif type(table) in (Tensor, torch.nn.Parameter) and table.is_floating_point() and table.numel() > 0 and not table.is_meta:  # no fake tensor
+        elif type(table) in PLAIN and table.is_floating_point() and table.numel() > 0 and not table.is_meta:  # no fake tensor
             bad = table.isnan() if name in may_be_infinite else table.isfinite().logical_not()
             if bad.any():
                 messages.append(f"{owner}: expected {prefix}{name} with finite values, got {table[bad][0].item()}")

@@ -26,6 +26,10 @@ class LazyGradParameter(torch.nn.Parameter):
         self.grad = None
 
 
+# Tensors that hold what they show: no DTensor, no fake tensor, none of another subclass.
+PLAIN = (torch.Tensor, torch.nn.Parameter, LazyGradParameter)
+
+
 def make_lazy(param: Tensor) -> None:
     """Lets losses leave the gradient of a table [N, D] as terms."""
     if type(param) is torch.nn.Parameter and param.dim() == 2:
