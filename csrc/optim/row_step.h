@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core/checks.h"
+#include "core/host_state.h"
 #include "core/impl.h"
 #include "core/mapped_file.h"
 #include "core/optional.h"
@@ -391,9 +392,11 @@ void define(torch::Library& m) {
   m.def((std::string(Rule::kStep) +
          "(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts, "
          "Tensor[]? lrs=None) -> ()")
-            .c_str());
-  m.def((std::string(Rule::kRows) + "(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor values, str options, Tensor? lr=None) -> ()").c_str());
-  m.def((std::string(Rule::kFlush) + "(Tensor(a!) param, Tensor(b!)[] state) -> ()").c_str());
+            .c_str(),
+        kUsesHostState);
+  m.def((std::string(Rule::kRows) + "(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor values, str options, Tensor? lr=None) -> ()").c_str(),
+        kUsesHostState);
+  m.def((std::string(Rule::kFlush) + "(Tensor(a!) param, Tensor(b!)[] state) -> ()").c_str(), kUsesHostState);
 }
 
 template <typename Rule>

@@ -3,7 +3,8 @@
 A process of its own (test_device_consistency.py):  python device_consistency.py LIBRARY WAY [SHARD SHARDS]
 
 LIBRARY: tests/cpp/cuda_stand_in.cpp. WAY: "eager", steps of every combination and of the matcher; "compile" and
-"export", torch.compile and torch.export of every sampler and loss; "values", every operator, whose composite gives on
+"export", torch.compile and torch.export of every sampler and loss; "graphs", whether mode="reduce-overhead" of
+torch.compile can make CUDA graphs of them; "values", every operator, whose composite gives on
 tensors elsewhere (elsewhere.py) what the operator gives on the CPU. A module goes to the device by its own `.to()`, so
 that what it keeps on the CPU stays there. An operator that mixes devices fails under FakeTensorMode (but for scalars on
 the CPU), and so does a step that reads a value on the host.
@@ -12,8 +13,10 @@ the CPU), and so does a step that reads a value on the host.
 import ctypes
 import importlib.util
 import json
+import operator as operator_module
 import sys
 import types
+import unittest.mock
 from pathlib import Path
 
 # Before torch has asked for its CUDA.
@@ -21,6 +24,8 @@ ctypes.CDLL(Path(importlib.util.find_spec("torch").origin).parent / "lib" / "lib
 ctypes.CDLL(sys.argv[1])
 
 import torch  # noqa: E402
+from functorch.compile import make_boxed_func  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
 import elsewhere  # noqa: E402
@@ -28,6 +33,7 @@ import op_samples  # noqa: E402
 import test_cuda_device as cuda  # noqa: E402
 import xsoftmax as xs  # noqa: E402
 from combinations import COMBINATIONS, D, N, Q  # noqa: E402
+from traced_losses import TRACED  # noqa: E402
 
 torch.autograd.set_multithreading_enabled(False)  # no thread of a device that is not there
 
@@ -98,33 +104,113 @@ def run_matcher(reduction):
             assert all(result.is_cuda for result in matcher.topk(input, 2)), "a prediction that is not on the device"
 
 
-def run_traced(made, trace):
+def on_device(call, exporting=False):
+    """A loss that is on the device, and the mode of its tensors."""
     mode = FakeTensorMode()
-    loss = moved(made.make(torch.float32), mode)
-    if hasattr(loss, "balance_every"):
-        loss.balance_every = 0
-    with mode:
-        trace(loss, torch.randn(Q, D, device="cuda", requires_grad=True), torch.randint(0, N, (Q,), device="cuda"))
+    loss = moved(call.make(), mode)
+    for module in loss.modules():
+        if hasattr(module, "balance_every"):
+            module.balance_every = 0
+        if isinstance(module, xs.HierarchicalMatcher) and not exporting:
+            del module.layer  # a number of the host, which no fake tensor tells
+            module.layer = types.SimpleNamespace(item=lambda depth=module.tree.depth: depth)
+    return loss, mode
 
 
-def compiled(loss, input, target):
+def layout(tensor):
+    dense = tensor.layout == torch.strided
+    return tensor.dtype, tuple(tensor.shape), tensor.layout, tensor.stride() if dense else (tensor.sparse_dim(), tensor.dense_dim())
+
+
+def step_of(call, loss, inputs, backend):
+    """Returns what a compiled step gives, by name: the loss and gradients."""
     torch._dynamo.reset()
-    # No other backend: they run what they make on a device.
-    value = torch.compile(loss, backend="eager", fullgraph=True)(input, target)
+    run = loss if backend is None else torch.compile(loss, backend=backend, fullgraph=call.fullgraph)
+    value = run(*inputs)
     value.sum().backward()
-    assert value.is_cuda and input.grad.is_cuda, "a result that is not on the device"
+    grads = {name: parameter.grad for name, parameter in loss.named_parameters() if parameter.grad is not None}
+    return {"loss": value, "input": inputs[0].grad} | grads
 
 
-def exported(loss, input, target):
-    torch.export.export(loss, (input, target), strict=False)
+def predictions_of(call, loss, inputs, backend):
+    """Returns what a compiled model predicts."""
+    loss.eval()
+    run = lambda *args: call.predict(loss, *args)  # noqa: E731
+    with torch.no_grad():
+        return dict(enumerate((run if backend is None else torch.compile(run, backend=backend, fullgraph=call.fullgraph))(*inputs)))
 
 
-def each_part():
-    """Returns the first combination of every sampler, and of every loss: name -> combination."""
-    first = {}
-    for name, made in COMBINATIONS.items():
-        first.setdefault(json.dumps([made.loss, made.sampler, made.candidates] if made.loss == "SampledSoftmaxLoss" else [made.loss], default=str), name)
-    return {name: COMBINATIONS[name] for name in first.values()}
+def traced(call, backend):
+    """Traces a step and predictions; what comes out is laid out as on the CPU."""
+    loss, mode = on_device(call)
+    on_cpu = call.make()
+    for run in (step_of, predictions_of)[:1 + (call.predict is not None)]:
+        with mode:
+            found = run(call, loss, call.inputs("cuda"), backend)
+        assert all(result.is_cuda for result in found.values()), "a result that is not on the device"
+        for name, expected in run(call, on_cpu, call.inputs("cpu"), None).items():  # AOTAutograd adds gradients of 0
+            assert layout(found[name]) == layout(expected), f"{name} laid out as {layout(found[name])}, on the CPU {layout(expected)}"
+
+
+def compiled(call):
+    traced(call, "eager")  # no other: they run what they make on a device
+
+
+class Predictions(torch.nn.Module):
+    def __init__(self, call, loss):
+        super().__init__()
+        self.call, self.loss = call, loss
+
+    def forward(self, *inputs):
+        return self.call.predict(self.loss, *inputs)
+
+
+def exported(call):
+    loss, mode = on_device(call, exporting=True)
+    with mode:
+        inputs = call.inputs("cuda")
+        if call.exports:
+            torch.export.export(loss, inputs, strict=False)
+        if call.predict is not None:
+            with torch.no_grad():
+                torch.export.export(Predictions(call, loss).eval(), inputs, strict=False)
+
+
+# ---- torch.compile(mode="reduce-overhead"): CUDA graphs
+
+def graphed(call):
+    """Holds the graphs that torch.compile makes of a step and of predictions against what CUDA graphs ask for."""
+    found = []
+
+    def check(graph, inputs):
+        found.extend(faults_of(graph, torch._guards.TracingContext.get().fw_metadata))
+        return make_boxed_func(graph)
+
+    with unittest.mock.patch.object(torch.fx.experimental.proxy_tensor, "snapshot_fake", snapshot):
+        traced(call, aot_autograd(fw_compiler=check, bw_compiler=check, inference_compiler=check))
+    assert not found, "; ".join(sorted(set(found)))
+
+
+def snapshot(tensor, include_real=False, take=torch.fx.experimental.proxy_tensor.snapshot_fake):
+    """A build without CUDA can make no sparse tensor on a device out of another."""
+    return tensor if tensor.is_sparse else take(tensor, include_real)
+
+
+def faults_of(graph, metadata):
+    """Yields what keeps a graph from being a CUDA graph, or would be lost in its replays."""
+    for node in graph.graph.nodes:
+        operator = node.args[0] if node.target is torch.ops.higher_order.auto_functionalized_v2 else node.target
+        apart = isinstance(operator, torch._ops.OpOverload) and torch.Tag.cudagraph_unsafe in operator.tags  # it runs between graphs
+        if node.meta.get("unbacked_bindings"):
+            yield f"{operator}: a size that depends on values"
+        writes_back = operator is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"
+        if node.op != "call_function" or apart or writes_back or operator is operator_module.getitem:
+            continue
+        values = [part.meta.get("val") for part in (node, *node.all_input_nodes)]
+        if any(tensor.is_cpu for tensor in cuda.tensors_in(values)):
+            yield f"{operator}: a tensor on the CPU"
+    if not set(metadata.mutated_inp_runtime_indices) <= set(metadata.static_input_indices):
+        yield "an input that is written to"
 
 
 # Gives tables other memory by a call that no dispatcher sees.
@@ -150,8 +236,8 @@ def jobs(way):
         return matchers | {name: lambda made=made: run(made) for name, made in COMBINATIONS.items()}
     if way == "values":
         return {name: lambda name=name: compare_values(name) for name in cuda.NAMES if name not in cuda.BY_ANOTHER_GENERATOR | OF_MEMORY}
-    trace = {"compile": compiled, "export": exported}[way]
-    return {name: lambda made=made: run_traced(made, trace) for name, made in each_part().items()}
+    trace = {"compile": compiled, "export": exported, "graphs": graphed}[way]
+    return {name: lambda call=call: trace(call) for name, call in TRACED.items()}
 
 
 def main(way, shard=0, shards=1):
