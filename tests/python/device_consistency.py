@@ -11,12 +11,13 @@ the CPU), and so does a step that reads a value on the host.
 """
 
 import ctypes
+import functools
 import importlib.util
 import json
-import operator as operator_module
 import sys
 import types
 import unittest.mock
+from operator import getitem
 from pathlib import Path
 
 # Before torch has asked for its CUDA.
@@ -27,6 +28,7 @@ import torch  # noqa: E402
 from functorch.compile import make_boxed_func  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.fx.experimental import proxy_tensor  # noqa: E402
 
 import elsewhere  # noqa: E402
 import op_samples  # noqa: E402
@@ -118,14 +120,17 @@ def on_device(call, exporting=False):
 
 
 def layout(tensor):
-    dense = tensor.layout == torch.strided
-    return tensor.dtype, tuple(tensor.shape), tensor.layout, tensor.stride() if dense else (tensor.sparse_dim(), tensor.dense_dim())
+    if tensor.layout == torch.strided:
+        return tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return tensor.dtype, tuple(tensor.shape), tensor.sparse_dim(), tensor.dense_dim()
 
 
 def step_of(call, loss, inputs, backend):
     """Returns what a compiled step gives, by name: the loss and gradients."""
     torch._dynamo.reset()
-    run = loss if backend is None else torch.compile(loss, backend=backend, fullgraph=call.fullgraph)
+    run = loss
+    if backend is not None:
+        run = torch.compile(loss, backend=backend, fullgraph=call.fullgraph)
     value = run(*inputs)
     value.sum().backward()
     grads = {name: parameter.grad for name, parameter in loss.named_parameters() if parameter.grad is not None}
@@ -135,9 +140,11 @@ def step_of(call, loss, inputs, backend):
 def predictions_of(call, loss, inputs, backend):
     """Returns what a compiled model predicts."""
     loss.eval()
-    run = lambda *args: call.predict(loss, *args)  # noqa: E731
+    run = functools.partial(call.predict, loss)
+    if backend is not None:
+        run = torch.compile(run, backend=backend, fullgraph=call.fullgraph)
     with torch.no_grad():
-        return dict(enumerate((run if backend is None else torch.compile(run, backend=backend, fullgraph=call.fullgraph))(*inputs)))
+        return dict(enumerate(run(*inputs)))
 
 
 def traced(call, backend):
@@ -148,8 +155,10 @@ def traced(call, backend):
         with mode:
             found = run(call, loss, call.inputs("cuda"), backend)
         assert all(result.is_cuda for result in found.values()), "a result that is not on the device"
-        for name, expected in run(call, on_cpu, call.inputs("cpu"), None).items():  # AOTAutograd adds gradients of 0
-            assert layout(found[name]) == layout(expected), f"{name} laid out as {layout(found[name])}, on the CPU {layout(expected)}"
+        expected = run(call, on_cpu, call.inputs("cpu"), None)
+        differing = {name: (layout(found[name]), layout(result)) for name, result in expected.items()
+                     if layout(found[name]) != layout(result)}  # AOTAutograd adds gradients of 0
+        assert not differing, f"laid out otherwise than on the CPU: {differing}"
 
 
 def compiled(call):
@@ -186,26 +195,33 @@ def graphed(call):
         found.extend(faults_of(graph, torch._guards.TracingContext.get().fw_metadata))
         return make_boxed_func(graph)
 
-    with unittest.mock.patch.object(torch.fx.experimental.proxy_tensor, "snapshot_fake", snapshot):
-        traced(call, aot_autograd(fw_compiler=check, bw_compiler=check, inference_compiler=check))
+    backend = aot_autograd(fw_compiler=check, bw_compiler=check, inference_compiler=check)
+    with unittest.mock.patch.object(proxy_tensor, "snapshot_fake", snapshot):
+        traced(call, backend)
     assert not found, "; ".join(sorted(set(found)))
 
 
-def snapshot(tensor, include_real=False, take=torch.fx.experimental.proxy_tensor.snapshot_fake):
+def snapshot(tensor, include_real=False, take=proxy_tensor.snapshot_fake):
     """A build without CUDA can make no sparse tensor on a device out of another."""
     return tensor if tensor.is_sparse else take(tensor, include_real)
+
+
+def runs_between_graphs(operator):
+    is_operator = isinstance(operator, torch._ops.OpOverload)
+    return is_operator and torch.Tag.cudagraph_unsafe in operator.tags
 
 
 def faults_of(graph, metadata):
     """Yields what keeps a graph from being a CUDA graph, or would be lost in its replays."""
     for node in graph.graph.nodes:
-        operator = node.args[0] if node.target is torch.ops.higher_order.auto_functionalized_v2 else node.target
-        apart = isinstance(operator, torch._ops.OpOverload) and torch.Tag.cudagraph_unsafe in operator.tags  # it runs between graphs
+        wrapped = node.target is torch.ops.higher_order.auto_functionalized_v2
+        operator = node.args[0] if wrapped else node.target
         if node.meta.get("unbacked_bindings"):
             yield f"{operator}: a size that depends on values"
-        writes_back = operator is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"
-        if node.op != "call_function" or apart or writes_back or operator is operator_module.getitem:
+        if node.op != "call_function" or operator is getitem or runs_between_graphs(operator):
             continue
+        if operator is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
+            continue  # the end of an operator that writes to a buffer
         values = [part.meta.get("val") for part in (node, *node.all_input_nodes)]
         if any(tensor.is_cpu for tensor in cuda.tensors_in(values)):
             yield f"{operator}: a tensor on the CPU"

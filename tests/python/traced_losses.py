@@ -1,4 +1,6 @@
-"""Calls that torch.compile and torch.export trace: a training step and predictions of every loss, with every sampler."""
+"""Calls that torch.compile and torch.export trace: a training step and predictions of every loss,
+with every sampler.
+"""
 
 import dataclasses
 import json
@@ -16,7 +18,9 @@ K = 2  # predictions of a query
 @dataclasses.dataclass
 class Traced:
     make: Callable[[], torch.nn.Module]  # in float32, on the CPU, seeded
-    inputs: Callable[[str], Tuple]  # of a training step, on a device; the first one takes a gradient
+    inputs: Callable[
+        [str], Tuple
+    ]  # of a training step, on a device; the first one takes a gradient
     predict: Optional[Callable] = None  # what a model in eval() gives: (loss, *inputs) -> tensors
     fullgraph: bool = True
     exports: bool = True  # in training, too
@@ -51,7 +55,11 @@ def of_table(loss, input, target, *rest):
 
 
 def best_labels(loss, input, *rest):
-    return (*loss.topk(input, K), *loss.topk(input, K, exclude=ids(input.device, Q, 3, low=-1)), loss.predict(input))
+    return (
+        *loss.topk(input, K),
+        *loss.topk(input, K, exclude=ids(input.device, Q, 3, low=-1)),
+        loss.predict(input),
+    )
 
 
 def soft_batch(device):
@@ -102,26 +110,57 @@ def matcher():
     return made
 
 
-_CAPPED = dict(label_smoothing=0.1, logit_scale=0.5, softcap=3.0, z_loss=0.1, weight=torch.linspace(0.5, 2.0, N))
+_CAPPED = dict(
+    label_smoothing=0.1,
+    logit_scale=0.5,
+    softcap=3.0,
+    z_loss=0.1,
+    weight=torch.linspace(0.5, 2.0, N),
+)
 
 OTHERS: Dict[str, Traced] = {
     "exact": Traced(lambda: xs.LinearCrossEntropyLoss(D, N, bias=True), batch, of_table),
-    "exact, without options": Traced(lambda: xs.LinearCrossEntropyLoss(D, N, reduction="sum"), batch, best_labels),
-    "exact, transformed": Traced(lambda: xs.LinearCrossEntropyLoss(D, N, reduction="none", **_CAPPED), batch, of_table),
+    "exact, without options": Traced(
+        lambda: xs.LinearCrossEntropyLoss(D, N, reduction="sum"), batch, best_labels
+    ),
+    "exact, transformed": Traced(
+        lambda: xs.LinearCrossEntropyLoss(D, N, reduction="none", **_CAPPED), batch, of_table
+    ),
     "exact, several positives": Traced(lambda: xs.LinearCrossEntropyLoss(D, N), several),
     "exact, soft": Traced(lambda: Soft(xs.LinearCrossEntropyLoss(D, N)), soft_batch),
     "sampled, several positives": Traced(lambda: sampled(), several, of_table),
     "sampled, soft": Traced(lambda: Soft(sampled()), soft_batch),
-    "sampled, negatives": Traced(lambda: Hard(sampled()), lambda device: (*batch(device), ids(device, 5))),
+    "sampled, negatives": Traced(
+        lambda: Hard(sampled()), lambda device: (*batch(device), ids(device, 5))
+    ),
     "two towers": Traced(lambda: xs.TwoTowerLoss(N), tower_batch, nearest_items),
-    "two towers, memory": Traced(lambda: xs.TwoTowerLoss(N, estimator="ranking", similarity="cosine", temperature=0.5, memory=9, dim=D), tower_batch,
-                                 nearest_items),
-    "two towers, uniform negatives": Traced(lambda: Towers(xs.TwoTowerLoss(N)), lambda device: (*tower_batch(device), torch.randn(4, D, device=device),
-                                                                                                ids(device, 4))),
-    "two towers, hard negatives": Traced(lambda: Towers(xs.TwoTowerLoss(counts=samplers.StreamingCounts(None, buckets=50))),
-                                         lambda device: (*tower_batch(device), torch.randn(Q, 2, D, device=device), ids(device, Q, 2))),
+    "two towers, memory": Traced(
+        lambda: xs.TwoTowerLoss(
+            N, estimator="ranking", similarity="cosine", temperature=0.5, memory=9, dim=D
+        ),
+        tower_batch,
+        nearest_items,
+    ),
+    "two towers, uniform negatives": Traced(
+        lambda: Towers(xs.TwoTowerLoss(N)),
+        lambda device: (*tower_batch(device), torch.randn(4, D, device=device), ids(device, 4)),
+    ),
+    "two towers, hard negatives": Traced(
+        lambda: Towers(xs.TwoTowerLoss(counts=samplers.StreamingCounts(None, buckets=50))),
+        lambda device: (
+            *tower_batch(device),
+            torch.randn(Q, 2, D, device=device),
+            ids(device, Q, 2),
+        ),
+    ),
     # The layer at work is a number of the host, which ends a graph.
-    "matcher": Traced(matcher, lambda device: (hidden(device), ids(device, Q, 4, low=-1)), best_labels, fullgraph=False, exports=False),
+    "matcher": Traced(
+        matcher,
+        lambda device: (hidden(device), ids(device, Q, 4, low=-1)),
+        best_labels,
+        fullgraph=False,
+        exports=False,
+    ),
 }
 
 
@@ -133,9 +172,20 @@ def each_part():
     """Returns the first combination of every sampler, and of every loss: name -> combination."""
     first = {}
     for name, made in COMBINATIONS.items():
-        first.setdefault(json.dumps([made.loss, made.sampler, made.candidates] if made.loss == "SampledSoftmaxLoss" else [made.loss], default=str), name)
+        first.setdefault(
+            json.dumps(
+                [made.loss, made.sampler, made.candidates]
+                if made.loss == "SampledSoftmaxLoss"
+                else [made.loss],
+                default=str,
+            ),
+            name,
+        )
     return {name: COMBINATIONS[name] for name in first.values()}
 
 
-TRACED: Dict[str, Traced] = {name: _of_combination(made) for name, made in each_part().items()} | {name: dataclasses.replace(call, make=seeded(call.make))
-                                                                                                   for name, call in OTHERS.items()}
+# The first of each loss but SampledSoftmaxLoss.
+KINDS = [name for name, made in each_part().items() if made.loss != "SampledSoftmaxLoss"]
+TRACED: Dict[str, Traced] = {name: _of_combination(made) for name, made in each_part().items()} | {
+    name: dataclasses.replace(call, make=seeded(call.make)) for name, call in OTHERS.items()
+}
