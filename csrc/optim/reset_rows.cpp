@@ -1,6 +1,7 @@
 #include "optim/reset_rows.h"
 
 #include "core/checks.h"
+#include "core/host_state.h"
 #include "core/mapped_file.h"
 #include "optim/row_states.h"
 #include "optim/settle.h"
@@ -59,7 +60,7 @@ void reset_rows(const Tensor& table, const Tensor& rows, const Tensor& values) {
   op.call(written, rows, values);
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("reset_rows_(Tensor(a!) table, Tensor rows, Tensor values) -> ()"); }
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("reset_rows_(Tensor(a!) table, Tensor rows, Tensor values) -> ()", kUsesHostState); }
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("reset_rows_", reset_rows_); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("reset_rows_", reset_rows_meta); }
 

@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/host_state.h"
 #include "core/impl.h"
 #include "core/mapped_file.h"
 #include "core/optional.h"
@@ -442,12 +443,15 @@ void define(torch::Library& m) {
   m.def((std::string(Rule::kStep) +
          "(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts, "
          "Tensor[]? lrs=None) -> ()")
-            .c_str());
-  m.def((std::string(Rule::kRows) + "(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor values, str options, Tensor? lr=None) -> ()").c_str());
+            .c_str(),
+        kUsesHostState);
+  m.def((std::string(Rule::kRows) + "(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor values, str options, Tensor? lr=None) -> ()").c_str(),
+        kUsesHostState);
   m.def((std::string(Rule::kTerms) +
          "(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor sources, Tensor coefficients, Tensor input, str options, Tensor? lr=None) -> ()")
-            .c_str());
-  m.def((std::string(Rule::kFlush) + "(Tensor(a!) param, Tensor(b!)[] state) -> ()").c_str());
+            .c_str(),
+        kUsesHostState);
+  m.def((std::string(Rule::kFlush) + "(Tensor(a!) param, Tensor(b!)[] state) -> ()").c_str(), kUsesHostState);
 }
 
 template <typename Rule>

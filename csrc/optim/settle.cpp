@@ -1,5 +1,6 @@
 #include "optim/settle.h"
 
+#include "core/host_state.h"
 #include "core/mapped_file.h"
 #include "optim/deferred_flushes.h"
 #include "optim/owed_steps.h"
@@ -259,7 +260,7 @@ void forget_debt(at::TensorList state) {
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("settle_(Tensor(a!) table, bool raised=False) -> ()");
+  m.def("settle_(Tensor(a!) table, bool raised=False) -> ()", kUsesHostState);
   m.def("register_debt(Tensor table, Tensor[] state, str optimizer) -> ()");
   m.def("forget_debt(Tensor[] state) -> ()");
 }

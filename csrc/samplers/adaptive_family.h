@@ -2,6 +2,7 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/host_state.h"
 #include "core/shape_checks.h"
 #include "core/impl.h"
 #include "core/options.h"
@@ -69,7 +70,7 @@ class AdaptiveFamily {
   }
 
   static void define(torch::Library& m) {
-    const auto def = [&](const char* operation, const char* signature) { m.def((name(operation) + signature).c_str()); };
+    const auto def = [&](const char* operation, const char* signature) { m.def((name(operation) + signature).c_str(), kUsesHostState); };
     def("_index", "(str owner, int num_classes, int dim, Tensor exclude, str options) -> Tensor[]");
     def("_sample",
         "(Tensor seed, Tensor queries, Tensor? target, Tensor[] index, str options) -> "

@@ -1,6 +1,7 @@
 #include "samplers/alias_sample.h"
 
 #include "core/checks.h"
+#include "core/host_state.h"
 #include "samplers/adaptive.h"
 #include "samplers/static_tail.h"
 
@@ -58,7 +59,7 @@ void check_alias_sample(const Tensor& seed, const Tensor& bins, const OptionalSi
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("alias_table(Tensor weights) -> Tensor");
-  m.def("alias_sample(Tensor seed, Tensor bins, SymInt? num_queries, SymInt num_samples, Tensor[] tail) -> Tensor");
+  m.def("alias_sample(Tensor seed, Tensor bins, SymInt? num_queries, SymInt num_samples, Tensor[] tail) -> Tensor", kUsesHostState);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

@@ -2,6 +2,7 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/host_state.h"
 #include "core/shape_checks.h"
 #include "core/impl.h"
 #include "core/optional.h"
@@ -348,7 +349,7 @@ void MidxFamily::between_refreshes(const char* op, const Tensor& weight, const O
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("midx_update_(Tensor weight, Tensor? bias, Tensor rows, Tensor(a!) step, Tensor(b!)[] index, str options) -> ()");
+  m.def("midx_update_(Tensor weight, Tensor? bias, Tensor rows, Tensor(a!) step, Tensor(b!)[] index, str options) -> ()", kUsesHostState);
   m.def(
       "midx_codebooks(Tensor seed, Tensor rows, Tensor codewords1, Tensor codewords2, int iterations, bool warm) -> "
       "(Tensor codewords1, Tensor codewords2, Tensor inertia1, Tensor inertia2)");
@@ -358,7 +359,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
     check_at_least("refresh_is_due", "every", every, 0);
     return refresh_is_due(step, every);
   });
-  m.def("midx_note_(Tensor(a!) touched, Tensor(b!)? query_square, Tensor step, Tensor queries, Tensor? target, Tensor ids) -> ()");
+  m.def("midx_note_(Tensor(a!) touched, Tensor(b!)? query_square, Tensor step, Tensor queries, Tensor? target, Tensor ids) -> ()", kUsesHostState);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

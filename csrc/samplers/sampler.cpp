@@ -22,7 +22,12 @@ Tensor draw_seed(const Tensor& queries, const std::optional<at::Generator>& gene
                     "sample: expected generator on the queries' device ", queries.device(), ", got one on ", generator->device());
   constexpr int64_t limit = std::numeric_limits<int64_t>::max();
   if (!check::can_read(queries)) {
-    return at::randint(0, limit, {}, generator, at::TensorOptions(at::kLong).device(queries.device()));
+    const auto options = at::TensorOptions(at::kLong).device(queries.device());
+    if (check::is_plain(queries)) {
+      return at::randint(0, limit, {}, generator, options);
+    }
+    // AOTInductor takes no empty list of sizes.
+    return at::randint(0, limit, {1}, generator, options).squeeze(0);
   }
   // The same number, without its three calls.
   auto* const source = at::get_generator_or_default<at::CPUGeneratorImpl>(generator, at::detail::getDefaultCPUGenerator());

@@ -2,6 +2,7 @@
 
 #include "core/shape_checks.h"
 #include "core/checks.h"
+#include "core/host_state.h"
 #include "core/memory.h"
 #include "core/options.h"
 #include "samplers/adaptive.h"
@@ -491,14 +492,16 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         [](std::string owner, std::string_view text) { return print_options(follow_options(owner.c_str(), text)); });
   m.def(
       "static_follow_(Tensor target, Tensor? counted, Tensor excluded, Tensor(a!) step, Tensor(b!) count, Tensor(c!) total, Tensor(d!) last, "
-      "Tensor(e!) seen, Tensor(f!)[] tables, str counts_options, str options) -> ()");
+      "Tensor(e!) seen, Tensor(f!)[] tables, str counts_options, str options) -> ()",
+      kUsesHostState);
   m.def("static_tables(str owner, Tensor? weights, float? power, Tensor? classes, str options) -> (Tensor[] tables, str options)", static_tables);
   m.def("static_resize(str owner, Tensor[] tables, int num_classes, str law, str options) -> (Tensor[] tables, str options)", static_resize);
   m.def("static_grow_(Tensor(a!)[] tables, Tensor[] tail, int num_classes) -> ()");
   m.def(
       "static_sample(Tensor seed, Tensor queries, Tensor? target, Tensor[] tables, str options) -> "
-      "(Tensor ids, Tensor log_count, Tensor target_log_count)");
-  m.def("static_log_count(Tensor ids, Tensor[] tables, str options) -> Tensor");
+      "(Tensor ids, Tensor log_count, Tensor target_log_count)",
+      kUsesHostState);
+  m.def("static_log_count(Tensor ids, Tensor[] tables, str options) -> Tensor", kUsesHostState);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

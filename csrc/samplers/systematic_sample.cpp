@@ -1,6 +1,7 @@
 #include "samplers/systematic_sample.h"
 
 #include "core/checks.h"
+#include "core/host_state.h"
 #include "samplers/adaptive.h"
 #include "samplers/static_tail.h"
 #include "samplers/alias_sample.h"
@@ -70,7 +71,8 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("systematic_table(Tensor weights) -> (Tensor order, Tensor cumulative)");
   m.def(
       "systematic_sample(Tensor seed, Tensor probability, Tensor order, Tensor cumulative, SymInt? num_queries, "
-      "SymInt num_samples, Tensor[] tail) -> (Tensor ids, Tensor log_scale)");
+      "SymInt num_samples, Tensor[] tail) -> (Tensor ids, Tensor log_scale)",
+      kUsesHostState);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

@@ -14,6 +14,7 @@ from .optim._base import RowOptimizer
 
 _MOST_GRAPHS = 16  # signatures of inputs; a step of another one runs eagerly
 _NAME = "make_graphed_step"
+_OPTIONS = ("_options", "_step_options", "options")  # texts of modules, as operators take them
 
 
 class _Cuda:
@@ -54,6 +55,11 @@ class _Cuda:
         return graph.replay
 
 
+def _text_of(module: nn.Module, name: str) -> Optional[str]:
+    text = getattr(module, name, None)
+    return text if isinstance(text, str) else None
+
+
 class _Captured:
     """The graphs of one cycle, `accumulate` steps, for one signature of inputs."""
 
@@ -85,17 +91,22 @@ class GraphedStep:
             accumulate,
             warmup_steps,
         )
-        self._modules = [
-            module
-            for part in (loss, encoder)
-            if isinstance(part, nn.Module)
-            for module in part.modules()
-        ]
+        self._find_modules()
         devices = {param.device for param in self._parameters()}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         self._device = _Cuda(device) if _Cuda.suits(device) else None
         self._in_cycle = 0
         self.reset()
+
+    def _find_modules(self) -> None:
+        parts = [part for part in (self._loss, self._encoder) if isinstance(part, nn.Module)]
+        self._modules = [module for part in parts for module in part.modules()]
+        self._modules_of_loss = list(self._loss.modules()) if self._loss in parts else []
+        self._children = self._children_of_loss()
+
+    def _children_of_loss(self) -> List[Tuple[int, ...]]:
+        """Identifies the parts of the loss, such as its sampler."""
+        return [tuple(map(id, module._modules.values())) for module in self._modules_of_loss]
 
     @property
     def num_graphs(self) -> int:
@@ -115,6 +126,7 @@ class GraphedStep:
         self._places = self._addresses(whole=False)
         self._all_places: Optional[List[Tuple[int, int]]] = None
         self._options = self._options_of_groups()
+        self._numbers = self._numbers_of_host()
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """One step; see :func:`make_graphed_step`."""
@@ -196,7 +208,7 @@ class GraphedStep:
 
         None: the step runs eagerly.
         """
-        if any(due() for due in self._of_modules("_eager_step_due")):
+        if self._is_due():
             return None
         if self._in_cycle > 0:
             return (
@@ -210,10 +222,31 @@ class GraphedStep:
         if captured is None:
             if self._seen.get(key, 0) < self._warmup_steps or len(self._captured) >= _MOST_GRAPHS:
                 return None
+            if self._is_due_later():
+                return None
             captured = self._captured[key] = self._capture(device, leaves, form)
             self._all_places = self._addresses(whole=True)
         self._replaying = key, captured
         return captured
+
+    def _is_due(self) -> bool:
+        """Whether the next step does what no graph captures, such as a refresh."""
+        return any(due() for due in self._of_modules("_eager_step_due"))
+
+    def _is_due_later(self) -> bool:
+        """Whether one of the other steps of a cycle that begins now does."""
+        counters = self._counters()
+        before = [counter.clone() for counter in counters]
+        try:
+            for _ in range(self._accumulate - 1):
+                for counter in counters:
+                    counter.add_(1)
+                if self._is_due():
+                    return True
+            return False
+        finally:
+            for counter, old in zip(counters, before):
+                counter.copy_(old)
 
     def _capture(self, device: _Cuda, leaves: List[Any], form: Any) -> _Captured:
         captured = _Captured(
@@ -273,6 +306,14 @@ class GraphedStep:
             counter for counters in self._of_modules("_host_counters") for counter in counters()
         ]
 
+    def _numbers_of_host(self) -> List[Union[int, float]]:
+        """Numbers that modules keep on the host and steps read: a capture fixes them."""
+        return [
+            number.item()
+            for numbers in self._of_modules("_host_numbers")
+            for number in numbers()
+        ]
+
     def _of_modules(self, method: str) -> List[Callable[[], Any]]:
         return [
             found
@@ -290,7 +331,7 @@ class GraphedStep:
             for leaf in leaves
         )
         modes = tuple(
-            (module.training, *(getattr(module, name, None) for name in ("_options", "_step_options")))
+            (module.training, *map(functools.partial(_text_of, module), _OPTIONS))
             for module in self._modules
         )
         trained = tuple(param.requires_grad for param in self._parameters())
@@ -345,10 +386,14 @@ class GraphedStep:
             optimizer.param_groups is not groups
             for optimizer, groups in zip(self._optimizers, self._groups)
         )
+        if self._children_of_loss() != self._children:
+            self._find_modules()
+            replaced = True
         if (
             replaced
             or self._addresses(whole=False) != self._places
             or self._options_of_groups() != self._options
+            or self._numbers_of_host() != self._numbers
         ):
             if self._replaying is not None and self._in_cycle > 0:
                 self._take_over(self._replaying[1])
@@ -428,8 +473,9 @@ def make_graphed_step(
     - **Inputs of other shapes**, as the last batch of an epoch, run eagerly until they have
       been seen `warmup_steps` times, and have a graph of their own then, for up to 16 different
       shapes.
-    - **What is replaced** is noticed: parameters (``resize_classes``, ``.to()``) and state that
-      an optimizer loads. The step is then captured anew.
+    - **What is replaced** is noticed: parameters (``resize_classes``, ``.to()``), state that
+      an optimizer loads, the sampler of a loss, and numbers that modules keep on the host, as the
+      layer at work of a :class:`HierarchicalMatcher`. The step is then captured anew.
 
     Args:
         loss: a module of this library, another module, or a function, with a scalar result.

@@ -96,6 +96,11 @@ class HierarchicalMatcher(TableModule):
         self.layer = layer  # which every step reads: it stays on the host
         return self
 
+    @torch.jit.unused
+    def _host_numbers(self) -> List[Tensor]:
+        """Numbers that a step reads, and a CUDA graph would keep (make_graphed_step)."""
+        return [self.layer]
+
     def _tables(self) -> List[Optional[Tensor]]:
         tables: List[Optional[Tensor]] = [self.edges.weight, self.edges.bias]
         return tables

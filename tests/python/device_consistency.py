@@ -3,17 +3,21 @@
 A process of its own (test_device_consistency.py):  python device_consistency.py LIBRARY WAY [SHARD SHARDS]
 
 LIBRARY: tests/cpp/cuda_stand_in.cpp. WAY: "eager", steps of every combination and of the matcher; "compile" and
-"export", torch.compile and torch.export of every sampler and loss; "values", every operator, whose composite gives on
+"export", torch.compile and torch.export of every sampler and loss; "graphs", whether mode="reduce-overhead" of
+torch.compile can make CUDA graphs of them; "values", every operator, whose composite gives on
 tensors elsewhere (elsewhere.py) what the operator gives on the CPU. A module goes to the device by its own `.to()`, so
 that what it keeps on the CPU stays there. An operator that mixes devices fails under FakeTensorMode (but for scalars on
 the CPU), and so does a step that reads a value on the host.
 """
 
 import ctypes
+import functools
 import importlib.util
 import json
 import sys
 import types
+import unittest.mock
+from operator import getitem
 from pathlib import Path
 
 # Before torch has asked for its CUDA.
@@ -21,13 +25,17 @@ ctypes.CDLL(Path(importlib.util.find_spec("torch").origin).parent / "lib" / "lib
 ctypes.CDLL(sys.argv[1])
 
 import torch  # noqa: E402
+from functorch.compile import make_boxed_func  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.fx.experimental import proxy_tensor  # noqa: E402
 
 import elsewhere  # noqa: E402
 import op_samples  # noqa: E402
 import test_cuda_device as cuda  # noqa: E402
 import xsoftmax as xs  # noqa: E402
 from combinations import COMBINATIONS, D, N, Q  # noqa: E402
+from traced_losses import TRACED  # noqa: E402
 
 torch.autograd.set_multithreading_enabled(False)  # no thread of a device that is not there
 
@@ -98,33 +106,127 @@ def run_matcher(reduction):
             assert all(result.is_cuda for result in matcher.topk(input, 2)), "a prediction that is not on the device"
 
 
-def run_traced(made, trace):
+def on_device(call, exporting=False):
+    """A loss that is on the device, and the mode of its tensors."""
     mode = FakeTensorMode()
-    loss = moved(made.make(torch.float32), mode)
-    if hasattr(loss, "balance_every"):
-        loss.balance_every = 0
-    with mode:
-        trace(loss, torch.randn(Q, D, device="cuda", requires_grad=True), torch.randint(0, N, (Q,), device="cuda"))
+    loss = moved(call.make(), mode)
+    for module in loss.modules():
+        if hasattr(module, "balance_every"):
+            module.balance_every = 0
+        if isinstance(module, xs.HierarchicalMatcher) and not exporting:
+            del module.layer  # a number of the host, which no fake tensor tells
+            module.layer = types.SimpleNamespace(item=lambda depth=module.tree.depth: depth)
+    return loss, mode
 
 
-def compiled(loss, input, target):
+def layout(tensor):
+    if tensor.layout == torch.strided:
+        return tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return tensor.dtype, tuple(tensor.shape), tensor.sparse_dim(), tensor.dense_dim()
+
+
+def step_of(call, loss, inputs, backend):
+    """Returns what a compiled step gives, by name: the loss and gradients."""
     torch._dynamo.reset()
-    # No other backend: they run what they make on a device.
-    value = torch.compile(loss, backend="eager", fullgraph=True)(input, target)
+    run = loss
+    if backend is not None:
+        run = torch.compile(loss, backend=backend, fullgraph=call.fullgraph)
+    value = run(*inputs)
     value.sum().backward()
-    assert value.is_cuda and input.grad.is_cuda, "a result that is not on the device"
+    grads = {name: parameter.grad for name, parameter in loss.named_parameters() if parameter.grad is not None}
+    return {"loss": value, "input": inputs[0].grad} | grads
 
 
-def exported(loss, input, target):
-    torch.export.export(loss, (input, target), strict=False)
+def predictions_of(call, loss, inputs, backend):
+    """Returns what a compiled model predicts."""
+    loss.eval()
+    run = functools.partial(call.predict, loss)
+    if backend is not None:
+        run = torch.compile(run, backend=backend, fullgraph=call.fullgraph)
+    with torch.no_grad():
+        return dict(enumerate(run(*inputs)))
 
 
-def each_part():
-    """Returns the first combination of every sampler, and of every loss: name -> combination."""
-    first = {}
-    for name, made in COMBINATIONS.items():
-        first.setdefault(json.dumps([made.loss, made.sampler, made.candidates] if made.loss == "SampledSoftmaxLoss" else [made.loss], default=str), name)
-    return {name: COMBINATIONS[name] for name in first.values()}
+def traced(call, backend):
+    """Traces a step and predictions; what comes out is laid out as on the CPU."""
+    loss, mode = on_device(call)
+    on_cpu = call.make()
+    for run in (step_of, predictions_of)[:1 + (call.predict is not None)]:
+        with mode:
+            found = run(call, loss, call.inputs("cuda"), backend)
+        assert all(result.is_cuda for result in found.values()), "a result that is not on the device"
+        expected = run(call, on_cpu, call.inputs("cpu"), None)
+        differing = {name: (layout(found[name]), layout(result)) for name, result in expected.items()
+                     if layout(found[name]) != layout(result)}  # AOTAutograd adds gradients of 0
+        assert not differing, f"laid out otherwise than on the CPU: {differing}"
+
+
+def compiled(call):
+    traced(call, "eager")  # no other: they run what they make on a device
+
+
+class Predictions(torch.nn.Module):
+    def __init__(self, call, loss):
+        super().__init__()
+        self.call, self.loss = call, loss
+
+    def forward(self, *inputs):
+        return self.call.predict(self.loss, *inputs)
+
+
+def exported(call):
+    loss, mode = on_device(call, exporting=True)
+    with mode:
+        inputs = call.inputs("cuda")
+        if call.exports:
+            torch.export.export(loss, inputs, strict=False)
+        if call.predict is not None:
+            with torch.no_grad():
+                torch.export.export(Predictions(call, loss).eval(), inputs, strict=False)
+
+
+# ---- torch.compile(mode="reduce-overhead"): CUDA graphs
+
+def graphed(call):
+    """Holds the graphs that torch.compile makes of a step and of predictions against what CUDA graphs ask for."""
+    found = []
+
+    def check(graph, inputs):
+        found.extend(faults_of(graph, torch._guards.TracingContext.get().fw_metadata))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=check, bw_compiler=check, inference_compiler=check)
+    with unittest.mock.patch.object(proxy_tensor, "snapshot_fake", snapshot):
+        traced(call, backend)
+    assert not found, "; ".join(sorted(set(found)))
+
+
+def snapshot(tensor, include_real=False, take=proxy_tensor.snapshot_fake):
+    """A build without CUDA can make no sparse tensor on a device out of another."""
+    return tensor if tensor.is_sparse else take(tensor, include_real)
+
+
+def runs_between_graphs(operator):
+    is_operator = isinstance(operator, torch._ops.OpOverload)
+    return is_operator and torch.Tag.cudagraph_unsafe in operator.tags
+
+
+def faults_of(graph, metadata):
+    """Yields what keeps a graph from being a CUDA graph, or would be lost in its replays."""
+    for node in graph.graph.nodes:
+        wrapped = node.target is torch.ops.higher_order.auto_functionalized_v2
+        operator = node.args[0] if wrapped else node.target
+        if node.meta.get("unbacked_bindings"):
+            yield f"{operator}: a size that depends on values"
+        if node.op != "call_function" or operator is getitem or runs_between_graphs(operator):
+            continue
+        if operator is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
+            continue  # the end of an operator that writes to a buffer
+        values = [part.meta.get("val") for part in (node, *node.all_input_nodes)]
+        if any(tensor.is_cpu for tensor in cuda.tensors_in(values)):
+            yield f"{operator}: a tensor on the CPU"
+    if not set(metadata.mutated_inp_runtime_indices) <= set(metadata.static_input_indices):
+        yield "an input that is written to"
 
 
 # Gives tables other memory by a call that no dispatcher sees.
@@ -150,8 +252,8 @@ def jobs(way):
         return matchers | {name: lambda made=made: run(made) for name, made in COMBINATIONS.items()}
     if way == "values":
         return {name: lambda name=name: compare_values(name) for name in cuda.NAMES if name not in cuda.BY_ANOTHER_GENERATOR | OF_MEMORY}
-    trace = {"compile": compiled, "export": exported}[way]
-    return {name: lambda made=made: run_traced(made, trace) for name, made in each_part().items()}
+    trace = {"compile": compiled, "export": exported, "graphs": graphed}[way]
+    return {name: lambda call=call: trace(call) for name, call in TRACED.items()}
 
 
 def main(way, shard=0, shards=1):

@@ -10,6 +10,8 @@ import os
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import op_samples
 import xsoftmax as xs
@@ -90,6 +92,20 @@ def test_operators_equal_those_of_the_cpu(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_equal_composites(name):
     assert_close(called(name, DEVICE), called(name, DEVICE, impl="reference"), 1e-4)
+
+
+def layouts(results):
+    return [(tensor.dtype, tuple(tensor.shape), tensor.stride() if tensor.layout == torch.strided else tensor.layout) for tensor in tensors_in(results)]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if torch._C._dispatch_has_kernel_for_dispatch_key(f"xsoftmax::{name}", "Meta")])
+def test_kernels_lay_out_results_as_traced(name):
+    """The code that torch.compile writes relies on it."""
+    operator, arguments, mode = getattr(torch.ops.xsoftmax, name), moved(op_samples.samples()[name], DEVICE), FakeTensorMode()
+    fake = tree_map_only(torch.Tensor, mode.from_tensor, arguments)
+    with mode:
+        traced = operator(*fake)
+    assert layouts(traced) == layouts(operator(*arguments))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])

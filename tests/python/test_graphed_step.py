@@ -1,4 +1,8 @@
-"""make_graphed_step: on a CPU the plain loop; with a stand-in for the device, which runs what it has captured at each replay, the logic around a capture."""
+"""make_graphed_step: on a CPU the plain loop; with a stand-in for the device, the logic around a capture.
+
+A replay of the stand-in runs what was captured, with the numbers that the host kept at the capture, and what it writes
+to the host is lost, as on a device.
+"""
 
 import copy
 
@@ -6,15 +10,17 @@ import pytest
 import torch
 
 import xsoftmax as xs
-from combinations import COMBINATIONS
+from combinations import COMBINATIONS, SAMPLERS, make_sampler
 from xsoftmax import graphed_step
+from xsoftmax.samplers.static import SCALARS
 
 D, N, Q, STEPS = 5, 23, 7, 12
+HOST_BUFFERS = ("steps", "step", "recent", "layer", *SCALARS)
 SCALAR = {name: made for name, made in COMBINATIONS.items() if made.options["reduction"] != "none"}
 
 
 class StandIn:
-    """Records the order of calls. A capture runs nothing; a replay runs what was captured."""
+    """Records the order of calls. A capture does the host's part of a step alone; a replay does the device's alone."""
 
     log = []
 
@@ -34,12 +40,40 @@ class StandIn:
 
     def capture(self, function, pool, generators):
         self.log.append("capture")
+        step = function.func.__self__
+        at_capture = [number.clone() for number in on_host(step)]
+        before = [tensor.clone() for tensor in on_device(step)]
+        state = torch.get_rng_state()
+        function()
+        torch.set_rng_state(state)
+        write(on_device(step), before)
 
         def replay():
             self.log.append("replay")
+            now = [number.clone() for number in on_host(step)]
+            write(on_host(step), at_capture)
             function()
+            write(on_host(step), now)
 
         return replay
+
+
+def on_host(step):
+    """Tensors of the modules that lie on the CPU wherever the modules are."""
+    return [getattr(module, name) for module in step._modules for name in HOST_BUFFERS if name in module._buffers]
+
+
+def on_device(step):
+    host = {id(number) for number in on_host(step)}
+    tensors = [tensor for module in step._modules for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+    tensors += [tensor for optimizer in step._optimizers for state in optimizer.state.values() for tensor in state.values()]
+    return [tensor for tensor in tensors if id(tensor) not in host]
+
+
+def write(tensors, values):
+    """Unseen by version counters, as the writes of a graph."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.data.copy_(value)
 
 
 @pytest.fixture
@@ -324,6 +358,64 @@ def test_what_is_replaced_is_noticed(log):
 
     both(small(), between=between, warmup_steps=1)
     assert log.count("capture") == 3
+
+
+def following(spec):
+    """A sampler whose new classes wait for a refresh: a number on the host says how many."""
+    if spec["name"] == "unigram":
+        spec = {**spec, "stream": dict(half_life=None, refresh_every=8)}
+    else:
+        spec = {**spec, "options": {**spec["options"], "refresh_every": 8}}
+    return lambda: make_sampler(spec, bias=False)
+
+
+GROWING = ("unigram, streamed", "unigram, streamed, private", "midx", "lsh", "sphere", "rff")
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_refresh_after_new_classes_is_captured_anew(log, name):
+    """Until the refresh, new classes are drawn apart from the index; the graph of those steps would go on so."""
+    changes = []
+
+    def between(loss, optimizers):
+        def change(number):
+            if number == 8:
+                loss.resize_classes(N + 3)
+            changes.append([number.item() for number in loss.sampler._host_numbers()])
+
+        return change
+
+    both(small(following(SAMPLERS[name])), batches(22), between=between, warmup_steps=1)
+    assert changes[7] != changes[8] != changes[16]  # new classes came, and were taken in
+    assert log[-2:] == ["replay"] * 2 and log.count("capture") >= 3
+
+
+def test_the_next_layer_of_a_matcher_is_captured_anew(log):
+    def make():
+        torch.manual_seed(0)
+        matcher, encoder = xs.HierarchicalMatcher(D, xs.LabelTree.random(N, 3), beam=2), encoder_of()
+        return matcher, [xs.optim.RowAdam([*matcher.parameters(), *encoder.parameters()], lr=0.05)], encoder
+
+    def between(loss, optimizers):
+        return lambda number: loss.next_layer() if number == 5 else None
+
+    data = [(input, target.unsqueeze(1)) for input, target in batches(10)]
+    both(make, data, between=between, warmup_steps=1)
+    assert log == ["eager", "capture"] + ["replay"] * 5 + ["eager", "capture"] + ["replay"] * 3
+
+
+def test_another_sampler_is_captured_anew(log):
+    """Its refreshes are found as well."""
+
+    def between(loss, optimizers):
+        def change(number):
+            if number == 5:
+                loss.sampler = xs.samplers.MidxSampler(N, D, 4, codewords=4, refresh_every=2)
+
+        return change
+
+    both(small(), batches(10), between=between, warmup_steps=1)
+    assert log.count("capture") == 2 and log[-5:].count("eager") >= 2
 
 
 def test_samplers_of_users(log):

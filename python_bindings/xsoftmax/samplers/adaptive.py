@@ -128,6 +128,10 @@ class AdaptiveSampler(DescribedSampler):
     def _host_counters(self) -> List[Tensor]:
         return [self.step]
 
+    @torch.jit.unused
+    def _host_numbers(self) -> List[Tensor]:
+        return [self.recent]
+
     @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
         """Follows the class table at once, whatever the schedule says.

@@ -224,6 +224,11 @@ class Sampler(KeepsTables):
         """Tensors on the CPU that each step adds to."""
         return []
 
+    @torch.jit.unused
+    def _host_numbers(self) -> List[Tensor]:
+        """Tensors on the CPU whose values a step reads, and a CUDA graph would keep (make_graphed_step)."""
+        return []
+
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
         """Brings a sampler that follows the class table up to date when its time has come. A loss calls it before it draws in train(). A static sampler has

@@ -104,6 +104,10 @@ class StaticSampler(DescribedSampler):
         return self._tables()
 
     @torch.jit.unused
+    def _host_numbers(self) -> List[Tensor]:
+        return self._tables()[-len(SCALARS):]
+
+    @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
         """New classes weigh as much as the lightest one that is drawn; in a log-uniform law what it gives their ids. Tables are laid out anew, O(N), where
         classes go that have not come since the last time, and where a quarter as many have come: so classes that come cost O(1) each, averaged over many."""
