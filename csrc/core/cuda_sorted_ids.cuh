@@ -54,7 +54,7 @@ struct SortedIds {
     const int64_t count = first.numel() + second.numel();
     // A radix sort passes over all keys and places once for each byte of a key.
     constexpr int64_t kMostNarrow = std::numeric_limits<int32_t>::max();
-    last <= kMostNarrow && count <= kMostNarrow ? sort<int32_t>(first, second, last) : sort<int64_t>(first, second, last);
+    last <= kMostNarrow&& count <= kMostNarrow ? sort<int32_t>(first, second, last) : sort<int64_t>(first, second, last);
   }
 
   int64_t count() const { return sorted.numel(); }

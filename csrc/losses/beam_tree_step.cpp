@@ -48,7 +48,8 @@ void count_step(const Tensor& weight, const OptionalTensor& bias, const TreeTabl
 void balance_edges(const Tensor& weight, const OptionalTensor& bias, const TreeTables& tree, at::IntArrayRef layer_sizes) {
   const std::vector<Tensor> tables = given(bias) ? std::vector<Tensor>{weight, *bias} : std::vector<Tensor>{weight};
   for (const Tensor& table : tables) { // before one of them changes
-    TORCH_CHECK_TYPE(!table.is_neg() && !table.is_conj(), kOp, ": expected a table, which is written to, as it stands in memory, got a negative or conjugate view");
+    TORCH_CHECK_TYPE(!table.is_neg() && !table.is_conj(), kOp,
+                     ": expected a table, which is written to, as it stands in memory, got a negative or conjugate view");
     check_tree_balance(table, tree.first_child, layer_sizes);
   }
   for (const Tensor& table : tables) {

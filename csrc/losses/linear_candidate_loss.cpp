@@ -57,8 +57,7 @@ CandidateLossState forward_meta(const Tensor& input, const Tensor& weight, const
   const c10::SymInt width = 1 + checked.candidates.private_width();
   const ScoreColumns columns(width, checked.candidates.shared_width(), aligned);
   return {at::empty_symint({input.sym_size(0)}, dtype), at::empty_symint({queries(wanted[0]), input.sym_size(1)}, dtype),
-          at::empty_symint({queries(wanted[1]), columns.width}, dtype),
-          at::empty_symint({input.sym_size(0), width}, target.options())};
+          at::empty_symint({queries(wanted[1]), columns.width}, dtype), at::empty_symint({input.sym_size(0), width}, target.options())};
 }
 
 Tensor as_dtype(const Tensor& tensor, at::ScalarType dtype) { return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype); }
@@ -212,8 +211,7 @@ Tensor linear_candidate_loss(const Tensor& input, const Tensor& weight, const Op
 Tensor targets_that_count(const Tensor& target, int64_t ignore_index) { return at::where(target.eq(ignore_index), 0, target); }
 
 ScoreColumns::ScoreColumns(const c10::SymInt& row_width, const c10::SymInt& shared_width, bool aligned)
-    : lead(aligned ? (8 - row_width % 8) % 8 : c10::SymInt(0)), count(row_width + shared_width),
-      width(aligned ? (lead + count + 7) / 8 * 8 : count) {}
+    : lead(aligned ? (8 - row_width % 8) % 8 : c10::SymInt(0)), count(row_width + shared_width), width(aligned ? (lead + count + 7) / 8 * 8 : count) {}
 
 CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArguments& arguments, std::array<bool, 2> wanted, bool aligned) {
   const auto& [input, weight, bias, target, candidates, options, share] = arguments;

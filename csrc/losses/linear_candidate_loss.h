@@ -44,8 +44,8 @@ struct ScoreColumns {
   ScoreColumns(const c10::SymInt& row_width, const c10::SymInt& shared_width, bool aligned);
 };
 
-/// loss [Q] and the gradient of loss[q], both times share[q], for input[q], [Q, D], and for scores[q], [Q, width] of ScoreColumns, all in the dtype of the loss;
-/// row_ids [Q, 1 + P]. Gradients that are not wanted have size 0.
+/// loss [Q] and the gradient of loss[q], both times share[q], for input[q], [Q, D], and for scores[q], [Q, width] of ScoreColumns, all in the dtype of the
+/// loss; row_ids [Q, 1 + P]. Gradients that are not wanted have size 0.
 using CandidateLossState = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 /// The targets with 0 where they are ignored, [Q].

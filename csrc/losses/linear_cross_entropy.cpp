@@ -414,8 +414,8 @@ CrossEntropyWithGradients linear_cross_entropy_with_gradients_composite(const Te
                                                                         std::string_view text, std::array<bool, 3> output_mask) {
   if (const auto dtype = opmath_dtype(input.scalar_type()); input.scalar_type() != dtype) { // or gradients would be rounded
     const auto wide = [dtype](const Tensor& tensor) { return tensor.to(dtype); };
-    return linear_cross_entropy_with_gradients_composite(grad, wide(input), wide(weight), given(bias) ? OptionalTensor(wide(*bias)) : bias, target, class_weight,
-                                                         text, output_mask);
+    return linear_cross_entropy_with_gradients_composite(grad, wide(input), wide(weight), given(bias) ? OptionalTensor(wide(*bias)) : bias, target,
+                                                         class_weight, text, output_mask);
   }
   auto [loss, normalizer, saved] = call_forward(input, weight, bias, target, class_weight, text, true);
   auto [grad_input, grad_weight, grad_bias] = call_backward(grad, input, weight, bias, target, class_weight, normalizer, saved, text, output_mask);

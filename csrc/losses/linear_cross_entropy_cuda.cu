@@ -169,7 +169,14 @@ struct Operands {
   template <typename A>
   LogitBlock<A> block(const Tensor& products) const {
     const A* smoothed = options.label_smoothing > 0 ? pointer<A>(class_weight) : nullptr; // 0 times a weight may be no number
-    return {products.const_data_ptr<A>(), products.stride(0), queries, 0, classes, pointer<A>(bias), smoothed, target.const_data_ptr<int64_t>(),
+    return {products.const_data_ptr<A>(),
+            products.stride(0),
+            queries,
+            0,
+            classes,
+            pointer<A>(bias),
+            smoothed,
+            target.const_data_ptr<int64_t>(),
             {A(options.logit_scale), A(options.softcap)}};
   }
   // Those of `count` queries.

@@ -23,7 +23,8 @@ enum State { kCount, kSum };
 struct AdagradRule {
   using Options = optim::RowAdagradOptions;
   static constexpr const char* kName = "RowAdagrad";
-  static constexpr const char *kStep = "row_adagrad_step_", *kRows = "row_adagrad_rows_", *kTerms = "row_adagrad_terms_", *kState = "row_adagrad_state", *kFlush = "row_adagrad_flush_";
+  static constexpr const char *kStep = "row_adagrad_step_", *kRows = "row_adagrad_rows_", *kTerms = "row_adagrad_terms_", *kState = "row_adagrad_state",
+                              *kFlush = "row_adagrad_flush_";
   static constexpr size_t kRowState = 2, kDenseState = 2;
   static constexpr std::array<size_t, 1> kHostState{kCount};
   static constexpr std::array<const char*, kRowState> kNames{"step", "sum"};
@@ -125,7 +126,7 @@ void row_adagrad_rows_composite(const Tensor& param, TensorList state, const Ten
 }
 
 void row_adagrad_terms(const Tensor& param, TensorList state, const RowTerms& terms, std::string_view text, const OptionalTensor& lr,
-                   const std::function<void()>& take_step) {
+                       const std::function<void()>& take_step) {
   terms_step<AdagradRule>(param, state, terms, text, lr, take_step);
 }
 

@@ -37,7 +37,7 @@ void row_adagrad_rows_composite(const at::Tensor& param, at::TensorList state, c
                                 const OptionalTensor& lr);
 /// row_adagrad_terms_ around a kernel, which takes the step.
 void row_adagrad_terms(const at::Tensor& param, at::TensorList state, const RowTerms& terms, std::string_view options, const OptionalTensor& lr,
-                   const std::function<void()>& take_step);
+                       const std::function<void()>& take_step);
 
 /// Of step t.
 XS_HOST_DEVICE inline double row_adagrad_rate(double lr, double lr_decay, int64_t t) { return lr / (1 + double(t - 1) * lr_decay); }

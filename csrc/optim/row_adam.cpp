@@ -32,7 +32,8 @@ Tensor over_root(const Tensor& first, const Tensor& root) { return at::where(roo
 struct AdamRule : OwingRule<AdamRule> {
   using Options = optim::RowAdamOptions;
   static constexpr const char* kName = "RowAdam";
-  static constexpr const char *kStep = "row_adam_step_", *kRows = "row_adam_rows_", *kTerms = "row_adam_terms_", *kState = "row_adam_state", *kFlush = "row_adam_flush_";
+  static constexpr const char *kStep = "row_adam_step_", *kRows = "row_adam_rows_", *kTerms = "row_adam_terms_", *kState = "row_adam_state",
+                              *kFlush = "row_adam_flush_";
   static constexpr size_t kRowState = 5, kDenseState = 3;
   static constexpr std::array<size_t, 2> kHostState{kCount, kOwed};
   static constexpr std::array<const char*, kRowState> kNames{"step", "exp_avg", "exp_avg_sq", "last_step", "owed"};
@@ -217,7 +218,7 @@ void row_adam_rows_composite(const Tensor& param, TensorList state, const Tensor
 }
 
 void row_adam_terms(const Tensor& param, TensorList state, const RowTerms& terms, std::string_view text, const OptionalTensor& lr,
-                   const std::function<void()>& take_step) {
+                    const std::function<void()>& take_step) {
   terms_step<AdamRule>(param, state, terms, text, lr, take_step);
 }
 

@@ -67,7 +67,7 @@ void row_adam_rows_composite(const at::Tensor& param, at::TensorList state, cons
                              const OptionalTensor& lr);
 /// row_adam_terms_ around a kernel, which takes the step.
 void row_adam_terms(const at::Tensor& param, at::TensorList state, const RowTerms& terms, std::string_view options, const OptionalTensor& lr,
-                   const std::function<void()>& take_step);
+                    const std::function<void()>& take_step);
 /// Whether the state is of rows.
 bool check_row_adam_flush(const at::Tensor& param, at::TensorList state);
 void row_adam_flush_composite(const at::Tensor& param, at::TensorList state);

@@ -200,7 +200,7 @@ void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows
 }
 
 void row_sgd_terms_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& sources, const Tensor& coefficients, const Tensor& input,
-                         std::string_view options, const OptionalTensor& lr) {
+                        std::string_view options, const OptionalTensor& lr) {
   const RowTerms terms{rows, sources, coefficients, input};
   const c10::cuda::CUDAGuard guard(param.device());
   row_sgd_terms(param, state, terms, options, lr, [&] {

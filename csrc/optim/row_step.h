@@ -337,9 +337,7 @@ template <typename Rule>
 void row_terms_any(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& sources, const at::Tensor& coefficients,
                    const at::Tensor& input, std::string_view text, const OptionalTensor& lr) {
   const RowTerms terms{rows, sources, coefficients, input};
-  terms_step<Rule>(param, state, terms, text, lr, [&] {
-    call_rows<Rule>(StepOf<Rule>{param, rows, values_of(terms), state, nullptr}, text, lr);
-  });
+  terms_step<Rule>(param, state, terms, text, lr, [&] { call_rows<Rule>(StepOf<Rule>{param, rows, values_of(terms), state, nullptr}, text, lr); });
 }
 
 template <typename Rule>

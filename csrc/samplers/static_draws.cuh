@@ -70,7 +70,8 @@ struct TableCount {
   double most; ///< 0 of distinct draws
   __device__ float operator()(int64_t id) const {
     CUDA_KERNEL_ASSERT(id < classes); // a target that is ignored may be any negative number
-    const double count = (id < 0 ? -std::numeric_limits<double>::infinity() : log(probability[id])) + (scale_on_device == nullptr ? log_scale : *scale_on_device);
+    const double count =
+        (id < 0 ? -std::numeric_limits<double>::infinity() : log(probability[id])) + (scale_on_device == nullptr ? log_scale : *scale_on_device);
     return float(count > most ? most : count);
   }
 };

@@ -35,9 +35,7 @@ struct CountedDraws {
 };
 
 // The ids that a sampler has drawn already.
-struct DrawnBefore {
-  const int64_t* ids;
-};
+struct DrawnBefore { const int64_t* ids; };
 
 // A thread a draw, with its count; the threads behind these take the counts of targets.
 template <typename Draw, typename Count>
@@ -59,8 +57,7 @@ __global__ void counted_draws_kernel(CountedDraws d, Draw draw, Count count) {
 class CountedSample {
  public:
   CountedSample(const Tensor& seed, const OptionalTensor& target, const Tensor& ids, int64_t num_samples)
-      : ids_(ids), log_count_(at::empty(ids.sizes(), ids.options().dtype(at::kFloat))),
-        target_(given(target) ? target->contiguous() : Tensor()),
+      : ids_(ids), log_count_(at::empty(ids.sizes(), ids.options().dtype(at::kFloat))), target_(given(target) ? target->contiguous() : Tensor()),
         target_log_count_(target_.defined() ? at::empty(target_.sizes(), log_count_.options()) : at::empty({0}, log_count_.options())),
         draws_{DrawSeed(seed),
                ids_.mutable_data_ptr<int64_t>(),
@@ -121,12 +118,11 @@ std::tuple<Tensor, Tensor, Tensor> table_sample(const Tensor& seed, const Option
   const Tensor probability = tables[kProbability].contiguous();
   TableCount count{probability.const_data_ptr<double>(), options.num_classes, nullptr, 0, std::numeric_limits<double>::infinity()};
   if (options.distinct) {
-    using Systematic = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, std::optional<c10::SymInt>, c10::SymInt,
-                                                  at::TensorList);
+    using Systematic =
+        std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, std::optional<c10::SymInt>, c10::SymInt, at::TensorList);
     static const auto systematic = samplers::find_op<Systematic>("xsoftmax::systematic_sample");
     const std::optional<c10::SymInt> sets = rows.has_value() ? std::optional<c10::SymInt>(*rows) : std::nullopt;
-    const auto [ids, log_scale] =
-        systematic.call(seed, probability, tables[kOrder], tables[kCumulative], sets, options.num_samples, tables.slice(kLaidOut));
+    const auto [ids, log_scale] = systematic.call(seed, probability, tables[kOrder], tables[kCumulative], sets, options.num_samples, tables.slice(kLaidOut));
     count.scale_on_device = log_scale.const_data_ptr<double>();
     count.most = 0;
     const CountedSample sample(seed, target, ids, options.num_samples);

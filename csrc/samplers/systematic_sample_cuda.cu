@@ -167,7 +167,7 @@ std::tuple<Tensor, Tensor> systematic_sample_cuda(const Tensor& seed, const Tens
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   if (ids.numel() > 0) {
     private_sets_kernel<<<cuda::grid_size(num_sets, cuda::kThreads / cuda::kWarp), cuda::kThreads, 0, stream>>>(ids.mutable_data_ptr<int64_t>(), DrawSeed(seed),
-                                                                                                                 tables, plan, num_sets);
+                                                                                                                tables, plan, num_sets);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   return {ids, log_scale};

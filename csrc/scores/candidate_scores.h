@@ -17,9 +17,8 @@ void check_candidate_scores(const at::Tensor& input, const at::Tensor& weight, c
 void check_candidate_scores_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& private_ids,
                                      const std::optional<at::Tensor>& shared_ids, const std::optional<at::Tensor>& scale);
 
-/// The gradients for those of the scores, grad [Q, P + S], times scale, [] or [Q] and of its dtype, where given; by the dispatcher. A gradient of a score that is
-/// 0 stays 0, whatever it is times.
-/// output_mask: input, weight, bias. dense: rows [0], values [N, D] and bias values [N], for each row of the table.
+/// The gradients for those of the scores, grad [Q, P + S], times scale, [] or [Q] and of its dtype, where given; by the dispatcher. A gradient of a score that
+/// is 0 stays 0, whatever it is times. output_mask: input, weight, bias. dense: rows [0], values [N, D] and bias values [N], for each row of the table.
 RowGradients candidate_scores_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& private_ids,
                                        const std::optional<at::Tensor>& shared_ids, std::array<bool, 3> output_mask,
                                        const std::optional<at::Tensor>& scale = std::nullopt, bool dense = false);

@@ -98,7 +98,8 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
   }
   if (given(scale) && scale->dim() == 0) { // of a factor that is not finite, 0 times it would not be 0
     const Tensor scaled = (grad * *scale).masked_fill(grad.eq(0), 0);
-    return candidate_scores_backward_cpu(scaled, input, weight, private_ids, shared_ids, output_mask, of_queries(scale->ne(0).to(grad.scalar_type()), grad.size(0)), dense);
+    return candidate_scores_backward_cpu(scaled, input, weight, private_ids, shared_ids, output_mask,
+                                         of_queries(scale->ne(0).to(grad.scalar_type()), grad.size(0)), dense);
   }
   const auto [want_input, want_weight, want_bias] = output_mask;
   const Tensor scores_grad = grad.contiguous(), query = input.contiguous();

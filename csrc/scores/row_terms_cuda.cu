@@ -32,7 +32,8 @@ template <typename A>
 __global__ void row_terms_kernel(int64_t* rows, int32_t* sources, A* coefficients, SortedIdsView ids, Pairs<A> pairs) {
   for (int64_t i = global_thread(); i < pairs.count; i += grid_threads()) {
     const int64_t position = ids.order[i], query = position / pairs.width;
-    const A gradient = pairs.grad[query * pairs.stride + position % pairs.width], factor = pairs.scale == nullptr ? A(1) : pairs.scale[query * pairs.scale_stride];
+    const A gradient = pairs.grad[query * pairs.stride + position % pairs.width],
+            factor = pairs.scale == nullptr ? A(1) : pairs.scale[query * pairs.scale_stride];
     rows[i] = ids[i];
     sources[i] = int32_t(query);
     coefficients[i] = gradient == A(0) || factor == A(0) ? A(0) : gradient * factor; // of an ignored query, 0 times what is not finite would not be 0
@@ -53,8 +54,12 @@ std::tuple<Tensor, Tensor, Tensor> row_terms_cuda(const Tensor& given_grad, cons
   const Tensor coefficients = at::empty({count}, grad.options());
   if (count > 0) {
     AT_DISPATCH_FLOATING_TYPES(dtype, "row_terms_cuda", [&] {
-      const Pairs<scalar_t> pairs{grad.const_data_ptr<scalar_t>(), grad.stride(0), ids.size(1), count,
-                                  factor.defined() ? factor.const_data_ptr<scalar_t>() : nullptr, factor.defined() && factor.dim() == 1 ? 1 : 0};
+      const Pairs<scalar_t> pairs{grad.const_data_ptr<scalar_t>(),
+                                  grad.stride(0),
+                                  ids.size(1),
+                                  count,
+                                  factor.defined() ? factor.const_data_ptr<scalar_t>() : nullptr,
+                                  factor.defined() && factor.dim() == 1 ? 1 : 0};
       row_terms_kernel<<<grid_size(count, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
           rows.mutable_data_ptr<int64_t>(), sources.mutable_data_ptr<int32_t>(), coefficients.mutable_data_ptr<scalar_t>(), sorted.view(), pairs);
       C10_CUDA_KERNEL_LAUNCH_CHECK();

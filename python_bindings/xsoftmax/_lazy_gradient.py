@@ -1,25 +1,25 @@
 """Tables whose row-sparse gradient is written out where it is read."""
 
-from typing import List, Optional
+from typing import Any, List, Optional
 
 import torch
 from torch import Tensor
 
-_GRAD = torch._C.TensorBase.grad
+_GRAD: Any = torch._C.TensorBase.grad
 
 
 class LazyGradParameter(torch.nn.Parameter):
     """A parameter whose gradient a loss may have left as terms (csrc/scores/row_terms.h): reading ``grad`` writes it out first."""
 
-    @property  # type: ignore[override]
+    @property
     def grad(self) -> Optional[Tensor]:
         torch.ops.xsoftmax.write_row_terms(self)
-        return _GRAD.__get__(self)  # type: ignore[no-any-return, attr-defined]
+        return _GRAD.__get__(self)
 
     @grad.setter
     def grad(self, value: Optional[Tensor]) -> None:
         torch.ops.xsoftmax.drop_row_terms(self)
-        _GRAD.__set__(self, value)  # type: ignore[attr-defined]
+        _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -40,7 +40,7 @@ def make_lazy(param: Tensor) -> None:
 
 def terms_of(param: Tensor) -> List[Tensor]:
     """The terms that wait, where they are all of the gradient; none otherwise."""
-    if not isinstance(param, LazyGradParameter) or _GRAD.__get__(param) is not None:  # type: ignore[attr-defined]
+    if not isinstance(param, LazyGradParameter) or _GRAD.__get__(param) is not None:
         return []
     return list(torch.ops.xsoftmax.pending_row_terms(param))
 

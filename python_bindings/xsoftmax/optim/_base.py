@@ -179,7 +179,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 loss = closure()
         texts, rates = self._texts_and_rates()
         rows: List[Optional[Tensor]] = []
-        params, values, tensors, counts, fresh = [], [], [], [], {}
+        params, values, tensors, counts = [], [], [], []
+        fresh: Dict[Tensor, Dict[str, Any]] = {}
         lazy: List[Tuple[Tensor, List[Tensor], List[Tensor], str, Optional[Tensor]]] = []
         for number, (group, text) in enumerate(zip(self.param_groups, texts)):
             terms = {param: terms_of(param) for param in group["params"]} if self._lazy_gradient else {}

@@ -77,7 +77,8 @@ class RowAdagrad(RowOptimizer):
     def __init__(self, params: ParamsT, lr: Union[float, Tensor] = 1e-2, lr_decay: float = 0.0,
                  weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
                  eps: float = 1e-10, *, maximize: bool = False, row_wise: bool = False, stochastic_rounding: bool = False,
-                 state_dtype: Optional[torch.dtype] = None, lazy_gradient: bool = False, **torch_options: "Unpack[TorchOptions]") -> None:
+                 state_dtype: Optional[torch.dtype] = None,
+                 lazy_gradient: bool = False, **torch_options: "Unpack[TorchOptions]") -> None:
         super().__init__(params, dict(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
                                       initial_accumulator_value=initial_accumulator_value, eps=eps, maximize=maximize, row_wise=row_wise,
                                       stochastic_rounding=stochastic_rounding, state_dtype=state_dtype), dict(torch_options), lazy_gradient)

@@ -91,7 +91,8 @@ class RowAdam(RowOptimizer):
 
     def __init__(self, params: ParamsT, lr: Union[float, Tensor] = 1e-3,
                  betas: Tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, *,
-                 maximize: bool = False, row_wise: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None, lazy_gradient: bool = False,
+                 maximize: bool = False, row_wise: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None,
+                 lazy_gradient: bool = False,
                  **torch_options: "Unpack[TorchOptions]") -> None:
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, row_wise=row_wise,
                                       stochastic_rounding=stochastic_rounding, state_dtype=state_dtype), dict(torch_options), lazy_gradient)

@@ -79,7 +79,8 @@ class RowSGD(RowOptimizer):
 
     def __init__(self, params: ParamsT, lr: Union[float, Tensor] = 1e-3,
                  momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
-                 maximize: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None, lazy_gradient: bool = False,
+                 maximize: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None,
+                 lazy_gradient: bool = False,
                  **torch_options: "Unpack[TorchOptions]") -> None:
         super().__init__(params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
                                       maximize=maximize, stochastic_rounding=stochastic_rounding, state_dtype=state_dtype), dict(torch_options), lazy_gradient)
