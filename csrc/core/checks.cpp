@@ -151,11 +151,18 @@ namespace { std::atomic<bool> reads_on_host = true; } // namespace
 void let_host_read(bool reads) { reads_on_host = reads; }
 bool host_reads() { return reads_on_host.load(std::memory_order_relaxed); }
 
-bool can_read(const at::Tensor& tensor) { return host_reads() && tensor.is_cpu() && is_plain(tensor) && !tensor._is_zerotensor() && !tensor.is_neg(); }
+namespace {
+
+bool is_plain_on_cpu(const at::Tensor& tensor) { return tensor.is_cpu() && is_plain(tensor) && !tensor._is_zerotensor() && !tensor.is_neg(); }
+
+} // namespace
+
+bool can_read(const at::Tensor& tensor) { return host_reads() && is_plain_on_cpu(tensor); }
 
 bool has_gradient(const at::Tensor& tensor) { return tensor.requires_grad() || tensor._fw_grad(0).defined(); }
 
-int64_t number_of(const at::Tensor& tensor) { return can_read(tensor) ? *tensor.const_data_ptr<int64_t>() : tensor.item<int64_t>(); }
+// Scalars that modules keep on the CPU are read where other tensors stand for those of a device, too.
+int64_t number_of(const at::Tensor& tensor) { return is_plain_on_cpu(tensor) ? *tensor.const_data_ptr<int64_t>() : tensor.item<int64_t>(); }
 
 void add_to_number(const at::Tensor& tensor, int64_t amount) {
   if (!can_read(tensor)) {
