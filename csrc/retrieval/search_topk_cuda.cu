@@ -289,11 +289,11 @@ class CudaSearch {
 
 Found search_topk_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, at::TensorList index, c10::SymInt k, c10::string_view text) {
   const SearchOptions options = check_search_topk(input, weight, bias, k, {text.data(), text.size()});
+  const SearchIndexView of(kOp, index, weight, bias); // before the guard, which takes no CPU device
   const c10::cuda::CUDAGuard guard(input.device());
   if (use_reference()) {
     return search_topk_reference(input, weight, bias, index, k, text);
   }
-  const SearchIndexView of(kOp, index, weight, bias);
   const int64_t queries = input.size(0), count = k.expect_int();
   const auto numbers = input.options().dtype(at::kLong);
   const Found found{at::empty({queries, count}, input.options().dtype(opmath_dtype(input.scalar_type()))), at::empty({queries, count}, numbers),
