@@ -197,6 +197,7 @@ set(XSOFTMAX_CUDA_SOURCES
   csrc/optim/row_adam_cuda.cu
   csrc/optim/row_norm_cuda.cu
   csrc/optim/row_sgd_cuda.cu
+  csrc/retrieval/search_topk_cuda.cu
   csrc/samplers/alias_sample_cuda.cu
   csrc/samplers/kernel_sample_cuda.cu
   csrc/samplers/log_uniform_sample_cuda.cu

@@ -32,7 +32,8 @@ std::pair<Tensor, Tensor> trained(const Tensor& weight, int64_t codewords, const
   static const auto slots = typed<Tensor(const Tensor&, int64_t, int64_t)>("xsoftmax::midx_training_slots");
   static const auto codebooks =
       typed<std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, bool)>("xsoftmax::midx_codebooks");
-  const Tensor rows = weight.index_select(0, slots.call(seed, weight.size(0), codewords * kRowsOfCodeword)).to(at::kFloat);
+  const Tensor chosen = slots.call(seed, weight.size(0), codewords * kRowsOfCodeword).to(weight.device());
+  const Tensor rows = weight.index_select(0, chosen).to(at::kFloat);
   const Tensor empty = at::zeros({codewords, weight.size(1)}, rows.options());
   auto [first, second, inertia1, inertia2] = codebooks.call(seed, rows, empty, empty, kIterations, /*warm=*/false);
   return {first, second};
@@ -72,7 +73,6 @@ std::vector<Tensor> build(const Tensor& weight, const OptionalTensor& bias, cons
   const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
   const int64_t k = check_midx_search_index(weight, codewords1, codewords2, codewords, seed);
   const LongWork work(kOp);
-  TORCH_CHECK_TYPE(weight.device().is_cpu(), kOp, ": expected weight on CPU, got ", weight.device());
   const auto [first, second] = given(codewords1) ? std::pair(*codewords1, *codewords2) : trained(weight, k, seed);
   return search_index(weight, bias, std::get<0>(midx_encode(weight, first, second)), k * k);
 }

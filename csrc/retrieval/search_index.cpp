@@ -8,6 +8,7 @@
 #include "scores/row_kernels.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -262,6 +263,17 @@ std::vector<Tensor> search_index_cpu(const Tensor& weight, const OptionalTensor&
   return IndexBuilder(weight, bias, cell, num_cells).build();
 }
 
+// The index of a table on a device is made on the CPU, of a copy.
+std::vector<Tensor> search_index_elsewhere(const Tensor& weight, const OptionalTensor& bias, const Tensor& cell, int64_t num_cells) {
+  check_search_index(weight, bias, cell, num_cells);
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::search_index", "").typed<decltype(search_index_cpu)>();
+  std::vector<Tensor> index = op.call(weight.cpu(), given(bias) ? OptionalTensor(bias->cpu()) : bias, cell.cpu(), num_cells);
+  for (Tensor& tensor : index) {
+    tensor = tensor.to(weight.device());
+  }
+  return index;
+}
+
 } // namespace
 
 SearchIndexView::SearchIndexView(const char* op, at::TensorList index, const Tensor& weight, const OptionalTensor& bias) {
@@ -302,6 +314,7 @@ void SearchIndexView::check_starts(const char* op) const {
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("search_index(Tensor weight, Tensor? bias, Tensor cell, int num_cells) -> Tensor[]"); }
 
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("search_index", search_index_elsewhere); }
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("search_index", search_index_cpu); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("search_index", search_index_meta); }
 

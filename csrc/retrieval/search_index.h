@@ -10,7 +10,8 @@
 
 namespace xsoftmax {
 
-// A search index of a class table as it is now: cells of classes with what bounds the scores in them. All tensors are on CPU.
+// A search index of a class table as it is now: cells of classes with what bounds the scores in them. All tensors are on the
+// table's device.
 //
 // search_index(weight [N, D], bias [N] or none, cell int32 [N], num_cells) -> index, with W = D, or D + 1 with a bias, which is one more coordinate,
 // b / beta, of the rows, beside beta in a query; a row is (its cell's centre c) + (a remainder r), and r is nearly scale x code:

@@ -36,8 +36,18 @@ SearchIndex::SearchIndex(const Tensor& weight, const Tensor& bias, int64_t codew
     : weight_(weight.detach()), bias_(bias.defined() ? bias.detach() : bias),
       tensors_(midx_search_index(weight_, optional(bias_), std::nullopt, std::nullopt, codewords, at::zeros({}, at::kLong))) {}
 
+SearchIndex SearchIndex::to(at::Device device) const {
+  SearchIndex moved = *this;
+  const auto move = [&](Tensor& tensor) { tensor = tensor.defined() ? tensor.to(device) : tensor; };
+  move(moved.weight_);
+  move(moved.bias_);
+  move(moved.queries_);
+  std::for_each(moved.tensors_.begin(), moved.tensors_.end(), move);
+  return moved;
+}
+
 void SearchIndex::calibrate(const Tensor& queries) {
-  queries_ = rows_of(queries, weight_).to(weight_.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+  queries_ = rows_of(queries, weight_).to(weight_.options(), /*non_blocking=*/false, /*copy=*/true);
   budgets_.clear();
 }
 
@@ -60,6 +70,7 @@ std::optional<int64_t> SearchIndex::cells_of(const Tensor& queries, int64_t k, d
 
 SearchResult SearchIndex::search(const Tensor& input, int64_t k, const SearchLimits& limits, const Tensor& exclude) {
   const Tensor queries = rows_of(input, weight_);
+  TORCH_CHECK_TYPE(input.device() == weight_.device(), kName, ": expected input on the table's device ", weight_.device(), ", got ", input.device());
   TORCH_CHECK_VALUE(!limits.recall.has_value() || !limits.max_cells.has_value(), kName, ": expected recall or max_cells, got both");
   const double recall = limits.recall.value_or(1.0);
   TORCH_CHECK_VALUE(recall > 0 && recall <= 1, kName, ": expected recall in (0, 1], got ", recall);

@@ -35,8 +35,11 @@ using at::Tensor;
 constexpr const char* kOp = "search_topk";
 constexpr int64_t kReferenceBlock = 8192; // classes at once in the composite
 
-Found search_topk_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, at::TensorList, c10::SymInt k, c10::string_view options) {
+Found search_topk_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, at::TensorList index, c10::SymInt k, c10::string_view options) {
   check_search_topk(input, weight, bias, k, {options.data(), options.size()});
+  for (const Tensor& tensor : index) {
+    check::same_device(kOp, "index", tensor, "weight", weight);
+  }
   const auto as = input.options();
   const c10::SymInt queries = input.sym_size(0);
   return {at::empty_symint({queries, k}, as.dtype(opmath_dtype(input.scalar_type()))), at::empty_symint({queries, k}, as.dtype(at::kLong)),
@@ -150,5 +153,6 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
 }
 TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) { m.impl("search_topk", search_topk_autograd); }
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { m.impl("search_topk", search_topk_autocast); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { m.impl("search_topk", search_topk_autocast); }
 
 } // namespace xsoftmax

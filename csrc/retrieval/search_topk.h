@@ -27,6 +27,10 @@ namespace xsoftmax {
 // search_budget(input [Q, D], weight, bias, index, k, recall) -> int64 []: the least max_cells out of 1, 2, 3, 4, 6, 8, 12, 16, ... by which these queries,
 // those that are finite, find the share `recall` of their best k, and one standard error more; the number of cells where no less does, or there is no query.
 //
+// On CUDA, blocks read the cells of a few queries, and of all queries where max_cells is set. Other batches multiply all rows, which they share, on tensor
+// cores, rounded to 16 bits; that counts as all cells. Which way is taken follows from the shapes. No call waits for the device; an index that does not fit
+// the table, as its values say, is an assert of the kernel there. search_budget waits.
+//
 // The composite scores all classes, and reads all cells.
 
 struct SearchOptions {

@@ -14,10 +14,10 @@ namespace xsoftmax {
 
 /// midx_search_index: a search index of a class table as it is now, whose cells are those of two codebooks, as MidxSampler has them.
 ///
-/// weight [N, D], bias [N] or none: one of float32, float64, bfloat16, float16, on CPU, finite. codewords1, codewords2: float32 [K, D] each (residual), or
+/// weight [N, D], bias [N] or none: one of float32, float64, bfloat16, float16, finite. codewords1, codewords2: float32 [K, D] each (residual), or
 /// [K, D1] and [K, D - D1] (product): those of a sampler; or none: a residual quantizer of `codewords` codewords, by K-means on 256 rows a codeword drawn
 /// by `seed`, a 0-dim int64. codewords = 0: the root of N / 256, rounded up, and 256 at most. Rows are coded anew, so codewords may be stale.
-/// Returns what search_topk takes: it knows this table, and whoever changes the table makes another.
+/// Returns what search_topk takes, on weight's device (of a GPU: K-means and cells there, codes on the CPU): it knows this table, and whoever changes the table makes another.
 std::vector<at::Tensor> midx_search_index(const at::Tensor& weight, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& codewords1,
                                           const std::optional<at::Tensor>& codewords2, int64_t codewords, const at::Tensor& seed);
 
@@ -53,8 +53,11 @@ struct SearchLimits {
 ///     const auto found = index.search(queries, 10);
 class SearchIndex {
  public:
-  /// weight [N, D] and bias [N] or undefined, on the CPU. codewords: K in [1, 1024], of K x K cells; 0: sqrt(N / 256), at most 256.
+  /// weight [N, D] and bias [N] or undefined. codewords: K in [1, 1024], of K x K cells; 0: sqrt(N / 256), at most 256.
   explicit SearchIndex(const at::Tensor& weight, const at::Tensor& bias = {}, int64_t codewords = 0);
+
+  /// Returns the index on another device, with a copy of the table there, which it searches.
+  SearchIndex to(at::Device device) const;
 
   /// Takes queries [*, D], at least 256 like those to come, as those that say how many cells a recall takes.
   void calibrate(const at::Tensor& queries);

@@ -353,9 +353,9 @@ class LinearLoss(TableModule):
             float64 table, else float32.
 
         Raises:
-            ValueError: an argument out of its range or of another shape; a table that is not on the CPU, or holds numbers that are not finite or not below
+            ValueError: an argument out of its range or of another shape; a table without values (meta), or with numbers that are not finite or not below
                 2^100.
-            TypeError: `input` is of another dtype than the table; k or max_cells is not an int.
+            TypeError: `input` is of another dtype than the table, or on another device; k or max_cells is not an int.
             IndexError: an id of `exclude` is not in [0, N) or -1.
         """
         return retrieval.search(self, input, k, index, recall, max_cells, exclude)
@@ -373,7 +373,7 @@ class LinearLoss(TableModule):
             The :class:`SearchIndex <xsoftmax.SearchIndex>`.
 
         Raises:
-            ValueError: `queries` is not of shape [*, D]; codewords out of range; a table that is not on the CPU, or holds numbers that are not finite or not
+            ValueError: `queries` is not of shape [*, D]; codewords out of range; a table without values (meta), or with numbers that are not finite or not
                 below 2^100.
             TypeError: codewords is not an int.
         """

@@ -1,6 +1,7 @@
 """The best classes of very many: search by an index of the class table, and the table for faiss."""
 
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+import copy
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ class SearchResult(NamedTuple):
 
 
 class SearchIndex:
-    """An index of a class table as it is now, and the queries that say how many cells a recall takes; see :meth:`xsoftmax.LinearLoss.search`."""
+    """An index of a class table as it is now, and the queries that say how many cells a recall takes; see :meth:`xsoftmax.LinearLoss.search`. It lies on the
+    device of the table."""
 
     def __init__(self, weight: Tensor, bias: Optional[Tensor], codewords: Optional[Tuple[Tensor, Tensor]] = None, num_codewords: int = 0) -> None:
         first, second = (None, None) if codewords is None else codewords
@@ -40,9 +42,22 @@ class SearchIndex:
         self._queries = self.weight.new_empty(0, self.weight.shape[1])
         self._budgets: Dict[Tuple[int, float], int] = {}
 
+    def to(self, device: Union[str, int, torch.device]) -> "SearchIndex":
+        """Returns the index on another device, with a copy of the table there, which it searches. A loss that was moved, ``loss.to(device)``, takes its index
+        along by itself."""
+        return self._beside(self.weight.to(device), None if self.bias is None else self.bias.to(device))
+
+    def _beside(self, weight: Tensor, bias: Optional[Tensor]) -> "SearchIndex":
+        """The index of an equal table, on the device of that."""
+        moved = copy.copy(self)
+        moved.weight, moved.bias = weight.detach(), None if bias is None else bias.detach()
+        moved.tensors = [tensor.to(weight.device) for tensor in self.tensors]
+        moved._queries, moved._budgets = self._queries.to(weight.device), dict(self._budgets)
+        return moved
+
     def calibrate(self, queries: Tensor) -> None:
         """Takes queries floating [Q, D], like those to come, as those that say how many cells a recall takes. At least 256 are needed."""
-        self._queries = queries.detach().to(self.weight.dtype, copy=True)
+        self._queries = queries.detach().to(self.weight, copy=True)
         self._budgets.clear()
 
     def budget(self, k: int, recall: float) -> Optional[int]:
@@ -56,6 +71,8 @@ class SearchIndex:
 
     def search(self, queries: Tensor, k: int, recall: Optional[float], max_cells: Optional[int]) -> SearchResult:
         """Searches for the k best classes of queries [Q, D], as :meth:`xsoftmax.LinearLoss.search` does. Errors as there."""
+        if queries.device != self.weight.device:
+            raise TypeError(f"search_topk: expected input on weight's device {self.weight.device}, got {queries.device}")
         if recall is not None and recall < 1:
             missing = _CALIBRATING - len(self._queries)
             if missing > 0:
@@ -91,9 +108,8 @@ def build_index(loss: TableModule, queries: Optional[Tensor] = None, codewords: 
     if len(weight) != loss.num_classes:
         raise ValueError(f"{loss._name}: expected a class table of {loss.num_classes} rows to "
                          f"search by an index, got one of {len(weight)}")
-    if weight.device.type != "cpu":
-        raise ValueError(f"{loss._name}: expected a table on CPU to search by an index, got one on "
-                         f"{weight.device}: topk scores all classes there")
+    if weight.is_meta:
+        raise ValueError(f"{loss._name}: expected a table with values to search by an index, got one on {weight.device}")
     _hooks.after_steps(_count_fused_step)
     loss.settle()
     table = _version(weight), _version(bias)  # what another thread writes from here on makes the index stale
@@ -101,6 +117,26 @@ def build_index(loss: TableModule, queries: Optional[Tensor] = None, codewords: 
     if queries is not None:
         made.calibrate(flat_queries(loss._name, loss.in_features, queries, None))
     _hooks.search_indices[loss] = table, made
+    return made
+
+
+def _is_copy(one: Optional[Tensor], other: Optional[Tensor]) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and not other.is_meta and torch.equal(one.to(other.device), other)
+
+
+def _moved_index(loss: TableModule) -> Optional[SearchIndex]:
+    """The index that the loss has, where its table now lies elsewhere and is otherwise as it was; on the device of the table. Else None."""
+    table, made = _hooks.search_indices.get(loss, (None, None))
+    if made is None:
+        return None
+    weight, bias = loss.linear.weight.detach(), None if loss.linear.bias is None else loss.linear.bias.detach()
+    # The old table is as it was indexed, and equal to the new one.
+    if table != (_version(made.weight), _version(made.bias)) or not _is_copy(made.weight, weight) or not _is_copy(made.bias, bias):
+        return None
+    made = made._beside(weight, bias)
+    _hooks.search_indices[loss] = (_version(loss.linear.weight), _version(loss.linear.bias)), made
     return made
 
 
@@ -125,7 +161,7 @@ def search(loss: TableModule, input: Tensor, k: int, index: str, recall: Optiona
     loss.settle()
     table, made = _hooks.search_indices.get(loss, (None, None))
     if table != (_version(loss.linear.weight), _version(loss.linear.bias)):
-        made = build_index(loss)
+        made = _moved_index(loss) or build_index(loss)
     found = made.search(queries, loss._with_excluded(k, input, exclude), recall, max_cells)
     scores, ids = loss._without_excluded(found.scores, found.ids, k, input, exclude)
     shape = list(input.shape[:-1])

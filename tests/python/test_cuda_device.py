@@ -29,7 +29,7 @@ each = pytest.mark.parametrize("made", COMBINATIONS.values(), ids=COMBINATIONS.k
 OF_THE_HOST = {"advise_huge_pages", "canonical_rows", "end_long_work", "forget_debt", "get_impl", "id_table_check", "id_table_find", "id_table_ids",
                "id_table_insert_",
                "id_table_remove_", "label_tree_cuts", "label_tree_of_clusters", "linear_layer_train", "mapped_table_changes", "mapped_table_fill_",
-               "mapped_table_flush_", "mapped_table_path", "mapped_table_prefetch", "midx_search_index", "read_examples", "register_debt", "search_index",
+               "mapped_table_flush_", "mapped_table_path", "mapped_table_prefetch", "read_examples", "register_debt",
                "set_impl", "sparse_row_sums", "watch_long_work", "xr_linear_check_target", "xr_linear_load"}
 # Their arguments hold what a forward kernel keeps for itself.
 AFTER_FORWARD = {"hierarchical_softmax_backward", "linear_cross_entropy_backward"}
@@ -38,7 +38,7 @@ BY_KMEANS = {"label_tree_from_vectors", "label_tree_kmeans_order", "label_tree_c
              "midx_step_", "midx_update_"}
 # They draw planes at random, by torch's generator of the device, which draws otherwise than that of the CPU.
 BY_ANOTHER_GENERATOR = {"adaptive_index", "lsh_index"}
-# By an index of the host; their composites read all cells (test_retrieval.py).
+# Their composites read all cells (test_search_devices.py).
 BY_INDEX = {"search_budget", "search_topk"}
 # On a device as long as it may be, padded (test_hierarchical_matcher.py).
 PADDED = {"shortlist"}
@@ -58,7 +58,7 @@ def moved(value, device):
 
 
 NAMES = [name for name, arguments in op_samples.samples().items() if tensors_in(arguments)
-         and name not in OF_THE_HOST | AFTER_FORWARD | BY_KMEANS | BY_INDEX | PADDED]
+         and name not in OF_THE_HOST | AFTER_FORWARD | BY_KMEANS | PADDED]
 
 
 def called(name, device, dtype=None, impl="kernel"):
@@ -89,7 +89,7 @@ def test_operators_equal_those_of_the_cpu(name):
     assert_close(called(name, DEVICE), called(name, "cpu"), 1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in BY_INDEX])
 def test_kernels_equal_composites(name):
     assert_close(called(name, DEVICE), called(name, DEVICE, impl="reference"), 1e-4)
 

@@ -238,6 +238,12 @@ inline int __clz(int x) { return std::countl_zero(unsigned(x)); }
 inline int __clzll(long long x) { return std::countl_zero(static_cast<unsigned long long>(x)); }
 inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(unsigned(x)) + 1; }
 inline int __ffsll(long long x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsigned long long>(x)) + 1; }
+inline int __dp4a(int a, int b, int sum) {
+  for (int i = 0; i < 32; i += 8) {
+    sum += int(int8_t(a >> i)) * int(int8_t(b >> i));
+  }
+  return sum;
+}
 inline unsigned __brev(unsigned x) {
   unsigned result = 0;
   for (int i = 0; i < 32; ++i) {
