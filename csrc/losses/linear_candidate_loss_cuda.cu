@@ -152,18 +152,20 @@ __device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, in
   constexpr int kWide = 16 / sizeof(T);
   const int64_t width = 1 + pass.rows.candidates(), shared = width - pass.row_width;
   A* score = pass.scores + q * pass.rows.stride;
-  A* gradient = pass.grad_input ? pass.grad_input + q * pass.features : nullptr;
-  T* rounded = pass.shared_grad ? pass.shared_grad + q * pass.shared_grad_stride : nullptr;
+  // Made where they are used: ptxas would keep them in registers that it does not have.
+  const auto gradient = [&] { return pass.grad_input + q * pass.features; };
+  const auto rounded = [&] { return pass.shared_grad + q * pass.shared_grad_stride; };
+  const bool rounds = pass.shared_grad != nullptr;
   lanes.sync(); // shared memory may still be read for the last query
   if (pass.ignored(q)) {
     for (int64_t j = lanes.first(0); j < width; j += Lanes::kStep) {
       score[j] = 0; // which may be the gradient
     }
-    for (int64_t j = lanes.first(0); rounded != nullptr && j < shared; j += Lanes::kStep) {
-      rounded[j] = T(0);
+    for (int64_t j = lanes.first(0); rounds && j < shared; j += Lanes::kStep) {
+      rounded()[j] = T(0);
     }
-    for (int64_t d = lanes.first(0); gradient != nullptr && d < pass.features; d += Lanes::kStep) {
-      gradient[d] = 0;
+    for (int64_t d = lanes.first(0); pass.grad_input != nullptr && d < pass.features; d += Lanes::kStep) {
+      gradient()[d] = 0;
     }
     for (int64_t j = lanes.first(0); j < pass.row_width; j += Lanes::kStep) {
       const int64_t id = pass.id(q, j);
@@ -184,11 +186,11 @@ __device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, in
   lanes.sync();
   run_query(lanes, pass.estimator, pass.rows, q, buffer);
   lanes.sync();
-  for (int64_t j = lanes.first(0); rounded != nullptr && j < shared; j += Lanes::kStep) {
-    rounded[j] = T(score[pass.row_width + j]);
+  for (int64_t j = lanes.first(0); rounds && j < shared; j += Lanes::kStep) {
+    rounded()[j] = T(score[pass.row_width + j]);
   }
-  if (gradient != nullptr) {
-    pass.wide ? sum_input_grad<kWide>(pass, lanes, q, kept, gradient) : sum_input_grad<1>(pass, lanes, q, kept, gradient);
+  if (pass.grad_input != nullptr) {
+    pass.wide ? sum_input_grad<kWide>(pass, lanes, q, kept, gradient()) : sum_input_grad<1>(pass, lanes, q, kept, gradient());
   }
 }
 
