@@ -212,14 +212,12 @@ struct Shared {
   }
 };
 
-// Memory behind all others, whose vectors have a gradient; the newest first, so that of an item's vectors that one is a candidate.
+// Memory behind all others, whose vectors have a gradient.
 void add_memory(Shared& shared, at::TensorList memory, int64_t warmup) {
-  const c10::SymInt size = memory[0].sym_size(0);
-  const Tensor seen = memory[2].select(0, 0), calls = memory[2].select(0, 1);
-  const Tensor age = at::arange(c10::Scalar(size), memory[1].options()), newest = at::remainder(seen - 1 - age, c10::Scalar(size));
-  const Tensor number = at::where(calls.ge(warmup), seen.clamp_max(c10::Scalar(size)), 0);
+  static const auto read = find_op<decltype(two_tower_memory)>("xsoftmax::two_tower_memory");
+  const auto [vectors, ids, filled, number] = read.call(memory, warmup);
   shared.draws = shared.draws + number;
-  shared.add(memory[0].index_select(0, newest).to(shared.vectors[0].scalar_type()), memory[1].index_select(0, newest), age.lt(number));
+  shared.add(vectors.to(shared.vectors[0].scalar_type()), ids, filled);
 }
 
 // Which of the ids [Q, P] are among others [M], where those take part.
@@ -244,6 +242,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> two_tower_state(std::string owner, st
 void check_two_tower(const Tensor& query, const Tensor& item, const Tensor& item_id, at::TensorList negatives, const OptionalTensor& weight,
                      at::TensorList memory, bool counted, std::string_view options) {
   check_call(query, item, item_id, negatives, weight, memory, counted, checked_options(kOp, options));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> two_tower_memory(at::TensorList memory, int64_t warmup) {
+  constexpr const char* op = "two_tower_memory";
+  TORCH_CHECK_VALUE(check_memory_tensors(op, memory), op, ": expected memory with places, got none");
+  const c10::SymInt size = memory[0].sym_size(0);
+  const Tensor seen = memory[2].select(0, 0), calls = memory[2].select(0, 1);
+  const Tensor age = at::arange(c10::Scalar(size), memory[1].options());
+  const Tensor newest = at::remainder(seen - 1 - age, c10::Scalar(size));
+  const Tensor number = at::where(calls.ge(warmup), seen.clamp_max(c10::Scalar(size)), 0);
+  return {memory[0].index_select(0, newest), memory[1].index_select(0, newest), age.lt(number), number};
 }
 
 void two_tower_update_(const Tensor& ids, const Tensor& items, at::TensorList counts, at::TensorList memory, std::string_view counts_options) {
@@ -412,10 +421,18 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
       "two_tower_topk(Tensor query, Tensor item_vectors, Tensor temperature, SymInt k, Tensor? exclude=None, str options=\"\") -> "
       "(Tensor values, Tensor ids)",
       two_tower_topk);
+  m.def("two_tower_memory(Tensor[] memory, int warmup) -> (Tensor vectors, Tensor ids, Tensor filled, Tensor number)");
   m.def("two_tower_update_(Tensor ids, Tensor items, Tensor(a!)[] counts, Tensor(b!)[] memory, str counts_options=\"\") -> ()");
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("two_tower_update_", two_tower_update_); }
-TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("two_tower_update_", update_meta); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("two_tower_memory", two_tower_memory);
+  m.impl("two_tower_update_", two_tower_update_);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("two_tower_memory", two_tower_memory);
+  m.impl("two_tower_update_", update_meta);
+}
 
 } // namespace xsoftmax

@@ -47,6 +47,11 @@ at::Tensor two_tower_loss_(const at::Tensor& query, const at::Tensor& item, cons
                            const OptionalTensor& weight, const at::Tensor& temperature, at::TensorList counts, at::TensorList memory,
                            std::array<bool, 2> updated, std::string_view counts_options, std::string_view options);
 
+/// two_tower_memory(memory, warmup) -> (vectors [M, D], ids [M], filled bool [M], number int64 []):
+/// what is remembered, the newest first, so that of an item's vectors that one is a candidate. An
+/// operator, since Inductor moves reads by ATen behind an operator that writes.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> two_tower_memory(at::TensorList memory, int64_t warmup);
+
 /// two_tower_update_(ids, items, counts!, memory!, counts_options) -> (): what a step writes; counts and memory that are none stay.
 void two_tower_update_(const at::Tensor& ids, const at::Tensor& items, at::TensorList counts, at::TensorList memory, std::string_view counts_options);
 

@@ -333,6 +333,7 @@ def samples():
         union_merge=([shared, private], [private_count[0], private_count], [None, torch.randn(Q, 1 + len(shared))], [0, 1], 1, [private_count], [1], target),
         two_tower_loss_=(input, torch.randn(Q, D), ids, [torch.randn(S, D), integers(N, S)], [torch.randn(2 * Q, D), torch.cat([ids, target])], torch.rand(Q),
                          torch.tensor(0.5), list(streaming), memory, [True, True], stream, tower_options),
+        two_tower_memory=(memory, 0),
         two_tower_resized=("Loss", memory, 3, False, tower_options),
         two_tower_state=("Loss", tower_options, N),
         two_tower_topk=(input, weight, torch.tensor(0.5), 3, integers(N, Q, 2), tower_options),
