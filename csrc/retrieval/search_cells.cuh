@@ -24,8 +24,8 @@ struct CellTable {
   explicit CellTable(const SearchIndexView& index)
       : start(index.start.const_data_ptr<int64_t>()), order(index.order.const_data_ptr<int64_t>()), radius(index.radius.const_data_ptr<float>()),
         centre(index.centre.const_data_ptr<float>()), bounds(index.bounds.const_data_ptr<float>()),
-        codes(static_cast<const int32_t*>(index.codes.const_data_ptr())), cells(index.cells), blocks(index.blocks), groups(index.groups),
-        quads(index.quads), width(index.width) {}
+        codes(static_cast<const int32_t*>(index.codes.const_data_ptr())), cells(index.cells), blocks(index.blocks), groups(index.groups), quads(index.quads),
+        width(index.width) {}
 
   __host__ __device__ int64_t columns() const { return blocks * kCellLanes; }
   __device__ float bound(SearchBound which, int64_t cell) const { return bounds[which * columns() + cell]; }
@@ -87,8 +87,8 @@ template <typename T>
 class CellReader {
  public:
   __device__ CellReader(const CellQueries& of, const CellTable& table, int64_t q, const RowScorer<T>& scorer, CellBatch& batch)
-      : query_(of.query[q]), table_(table), product_(of.product + q * table.columns()), key_(of.key + q * table.columns()), read_(of.read + q * table.columns()),
-        code_(of.code + q * table.quads), scorer_(scorer), batch_(batch) {}
+      : query_(of.query[q]), table_(table), product_(of.product + q * table.columns()), key_(of.key + q * table.columns()),
+        read_(of.read + q * table.columns()), code_(of.code + q * table.quads), scorer_(scorer), batch_(batch) {}
 
   /// Whether a cell may hold a class that scores as much, and was not read.
   __device__ bool is_left(int64_t cell, double threshold) const {
@@ -168,9 +168,7 @@ class CellReader {
  private:
   // Cells and their classes in one number: there are at most 2^20 and 2^34.
   static constexpr int kCellBits = 21;
-  struct Counted {
-    int64_t cells, classes;
-  };
+  struct Counted { int64_t cells, classes; };
   static __device__ int64_t cells_of(int64_t packed) { return packed & ((int64_t(1) << kCellBits) - 1); }
   static __device__ int64_t classes_of(int64_t packed) { return packed >> kCellBits; }
   __device__ int64_t packed(int64_t cell) const { return (int64_t(table_.bound(kSize, cell)) << kCellBits) + 1; }
@@ -297,7 +295,7 @@ __global__ void first_cells_kernel(CellQueries of, CellTable table, ListMemory l
 
 /// A block a query and a part of the cells: reads what the threshold leaves of them.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 3) left_cells_kernel(CellQueries of, CellTable table, ListMemory lists, RowScorer<T> scorer, int64_t k, int64_t parts) {
+__global__ void left_cells_kernel(CellQueries of, CellTable table, ListMemory lists, RowScorer<T> scorer, int64_t k, int64_t parts) {
   __shared__ CellBatch batch;
   for (int64_t task = blockIdx.x; task < of.queries * parts; task += gridDim.x) {
     const int64_t q = task / parts, part = task % parts, at = q * (parts + 1);

@@ -50,9 +50,7 @@ __device__ inline float below(double x) {
 }
 
 /// A float as a whole number of the same order, at least 1; NaN is the least.
-__device__ inline uint32_t rank_of(float x) {
-  return x != x ? 1u : max(1u, uint32_t(on_device::ordered(x + 0.0f)) ^ 0x80000000u);
-}
+__device__ inline uint32_t rank_of(float x) { return x != x ? 1u : max(1u, uint32_t(on_device::ordered(x + 0.0f)) ^ 0x80000000u); }
 __device__ inline float from_rank(uint32_t key) { return on_device::from_ordered(int32_t(key ^ 0x80000000u)); }
 
 /// The scores of one query in float64, a warp a class.

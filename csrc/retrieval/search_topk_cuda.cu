@@ -196,7 +196,7 @@ class CudaSearch {
   ListMemory make_lists() {
     const int64_t lists = count_ * (parts_ + 1), capacity = list_capacity(k_);
     return {memory<double>({lists, capacity}), memory<int64_t>({lists, capacity}), memory<float>({lists, capacity}),
-            memory<double>({lists}), memory<int64_t>({lists}), capacity};
+            memory<double>({lists}),           memory<int64_t>({lists}),           capacity};
   }
 
   void prepare(const PreparedQueries<T>& into) {
@@ -206,8 +206,9 @@ class CudaSearch {
   }
 
   void write(const Found& found, const CellQueries& of, const ListMemory& lists) {
-    const FoundRows<T> out{std::get<0>(found).mutable_data_ptr<at::opmath_type<T>>() + first_ * k_, std::get<1>(found).mutable_data_ptr<int64_t>() + first_ * k_,
-                           std::get<2>(found).mutable_data_ptr<int64_t>() + first_, std::get<3>(found).mutable_data_ptr<bool>() + first_};
+    const FoundRows<T> out{std::get<0>(found).mutable_data_ptr<at::opmath_type<T>>() + first_ * k_,
+                           std::get<1>(found).mutable_data_ptr<int64_t>() + first_ * k_, std::get<2>(found).mutable_data_ptr<int64_t>() + first_,
+                           std::get<3>(found).mutable_data_ptr<bool>() + first_};
     write_found_kernel<T><<<grid_size(count_, 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(out, of, table_, lists, scorer_, k_, parts_, most_ > 0);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     kept_.clear();
@@ -219,8 +220,15 @@ class CudaSearch {
     const PreparedQueries<T> prepared{memory<SearchQuery>({count_}), memory<double>({count_, table_.width}), memory<float>({count_, table_.width}),
                                       memory<int8_t>({count_, table_.quads * 4}), nullptr};
     prepare(prepared);
-    const CellQueries of{prepared.query, prepared.wide, prepared.row, reinterpret_cast<const int32_t*>(prepared.code), memory<float>({count_, columns}),
-                         memory<uint32_t>({count_, columns}), memory<bool>({count_, columns}, /*zeros=*/true), memory<int64_t>({count_ * (parts_ + 1)}), count_};
+    const CellQueries of{prepared.query,
+                         prepared.wide,
+                         prepared.row,
+                         reinterpret_cast<const int32_t*>(prepared.code),
+                         memory<float>({count_, columns}),
+                         memory<uint32_t>({count_, columns}),
+                         memory<bool>({count_, columns}, /*zeros=*/true),
+                         memory<int64_t>({count_ * (parts_ + 1)}),
+                         count_};
     const ListMemory lists = make_lists();
     const dim3 grid(grid_size(columns, kThreads), grid_size(count_, kQueriesAtOnce));
     centre_products_kernel<<<grid, kThreads, 0, stream>>>(of, table_);
@@ -271,8 +279,8 @@ class CudaSearch {
   void fold(const RowBlock<T>& block, const float* products, const PreparedQueries<T>& prepared, const ListMemory& lists, bool first) {
     dispatch_pack<float>(block.size % kPerThread == 0, [&](auto pack) {
       constexpr int N = decltype(pack)::value;
-      fold_products_kernel<T, N><<<grid_size(count_, 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          block, products, prepared.query, prepared.wide, table_.width, count_, lists, scorer_, k_, first);
+      fold_products_kernel<T, N><<<grid_size(count_, 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(block, products, prepared.query, prepared.wide,
+                                                                                                           table_.width, count_, lists, scorer_, k_, first);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
   }

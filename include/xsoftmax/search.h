@@ -17,7 +17,8 @@ namespace xsoftmax {
 /// weight [N, D], bias [N] or none: one of float32, float64, bfloat16, float16, finite. codewords1, codewords2: float32 [K, D] each (residual), or
 /// [K, D1] and [K, D - D1] (product): those of a sampler; or none: a residual quantizer of `codewords` codewords, by K-means on 256 rows a codeword drawn
 /// by `seed`, a 0-dim int64. codewords = 0: the root of N / 256, rounded up, and 256 at most. Rows are coded anew, so codewords may be stale.
-/// Returns what search_topk takes, on weight's device (of a GPU: K-means and cells there, codes on the CPU): it knows this table, and whoever changes the table makes another.
+/// Returns what search_topk takes, on weight's device (of a GPU: K-means and cells there, codes on the CPU): it knows this table, and whoever changes the table
+/// makes another.
 std::vector<at::Tensor> midx_search_index(const at::Tensor& weight, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& codewords1,
                                           const std::optional<at::Tensor>& codewords2, int64_t codewords, const at::Tensor& seed);
 
