@@ -295,8 +295,7 @@ __global__ void first_cells_kernel(CellQueries of, CellTable table, ListMemory l
 
 /// A block a query and a part of the cells: reads what the threshold leaves of them.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 3)
-    left_cells_kernel(CellQueries of, CellTable table, ListMemory lists, RowScorer<T> scorer, int64_t k, int64_t parts) {
+__global__ void left_cells_kernel(CellQueries of, CellTable table, ListMemory lists, RowScorer<T> scorer, int64_t k, int64_t parts) {
   __shared__ CellBatch batch;
   for (int64_t task = blockIdx.x; task < of.queries * parts; task += gridDim.x) {
     const int64_t q = task / parts, part = task % parts, at = q * (parts + 1);

@@ -79,9 +79,8 @@ __device__ inline Candidate scored(const RowBlock<T>& block, const SearchQuery& 
 /// A block of threads a query: adds to its list the classes of a block whose product reaches the
 /// threshold; first: the list is empty.
 template <typename T, int N>
-__global__ void __launch_bounds__(kThreads, 4)
-    fold_products_kernel(RowBlock<T> block, const float* products, const SearchQuery* queries, const double* wide, int64_t width, int64_t count,
-                         ListMemory lists, RowScorer<T> scorer, int64_t k, bool first) {
+__global__ void fold_products_kernel(RowBlock<T> block, const float* products, const SearchQuery* queries, const double* wide, int64_t width, int64_t count,
+                                     ListMemory lists, RowScorer<T> scorer, int64_t k, bool first) {
   __shared__ int64_t storage[kWarp];
   for (int64_t q = blockIdx.x; q < count; q += gridDim.x) {
     const SearchQuery query = queries[q];

@@ -33,6 +33,15 @@ TEST(Retrieval, CertifiedAndLimited) {
   EXPECT_GE(found.unsqueeze(2).eq(ids.unsqueeze(1)).any(2).to(f64).mean().item<double>(), 0.9);
 }
 
+TEST(Retrieval, IndicesMove) {
+  const Tensor weight = torch::randn({300, 5}), bias = torch::randn({300}), input = torch::randn({4, 5});
+  xsoftmax::SearchIndex index(weight, bias);
+  xsoftmax::SearchIndex moved = index.to(torch::kMeta), same = index.to(torch::kCPU);
+  EXPECT_TRUE(moved.tensors()[0].is_meta());
+  EXPECT_TRUE(torch::equal(same.search(input, 3).ids, index.search(input, 3).ids));
+  EXPECT_THROW(moved.search(input, 3), c10::TypeError);
+}
+
 TEST(Retrieval, Errors) {
   const Tensor weight = torch::randn({20, 3}), input = torch::randn({2, 3}), seed = torch::zeros({}, torch::kLong);
   const auto index = xsoftmax::midx_search_index(weight, std::nullopt, std::nullopt, std::nullopt, 2, seed);
