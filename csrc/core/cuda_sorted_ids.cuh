@@ -6,6 +6,7 @@
 #include <ATen/cuda/cub.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <bit>
 #include <limits>
 

@@ -21,8 +21,6 @@ class WeakMap {
     return found == entries_.end() || found->second.first.expired() ? nullptr : &found->second.second;
   }
 
-  void erase(const void* object) { entries_.erase(object); }
-
   Value& insert_or_assign(const void* object, Weak weak, Value value) {
     if (entries_.size() >= sweep_at_) {
       std::erase_if(entries_, [](const auto& entry) { return entry.second.first.expired(); });

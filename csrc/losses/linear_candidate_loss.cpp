@@ -130,8 +130,8 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     if (check::on_device(input)) { // the host does not know there whether the factor is one
       // Only the product with shared rows reads queries whose scores have no gradient.
       const bool reads_all = saved[5].defined() && want_table, same = grads[0].dim() == 0;
-      const Tensor none = input.new_empty_symint({0, input.sym_size(1)}), no_scores = grad_scores.new_empty_symint({0, grad_scores.sym_size(1)});
-      const auto scaled = scale_loss_gradients(grads[0], saved[6], ignore_index, grad_input, same ? no_scores : grad_scores, reads_all ? input : none);
+      const Tensor no_queries = input.new_empty_symint({0, input.sym_size(1)}), no_scores = grad_scores.new_empty_symint({0, grad_scores.sym_size(1)});
+      const auto scaled = scale_loss_gradients(grads[0], saved[6], ignore_index, grad_input, same ? no_scores : grad_scores, reads_all ? input : no_queries);
       grad_input = std::get<0>(scaled);
       grad_scores = same ? grad_scores : std::get<1>(scaled);
       query = reads_all ? std::get<2>(scaled) : input;
@@ -149,10 +149,9 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     const bool sparse = want_table && is_row_sparse(ctx->saved_data["sparse_grad"].toOptional<bool>(), candidate_rows(saved[4], shared_ids), weight);
     if (want_table && sparse && !given(shared_ids) && ctx->needs_input_grad(1) && may_leave_row_terms(weight)) {
       const RowTerms terms = row_terms(grad_scores, saved[4], of_scores, query, weight.size(0));
-      if (leave_row_terms(weight, terms)) {
-        result[2] = want_bias ? row_gradient_tensor(terms.rows, terms.coefficients.to(weight.scalar_type()), weight.size(0), true) : result[2];
-        want_table = false;
-      }
+      leave_row_terms(weight, terms);
+      result[2] = want_bias ? row_gradient_tensor(terms.rows, terms.coefficients.to(weight.scalar_type()), weight.size(0), true) : result[2];
+      want_table = false;
     }
     if (want_table) {
       const auto gradients = candidate_scores_backward(grad_scores, query, weight, saved[4], shared_ids, wanted, of_scores, !sparse);

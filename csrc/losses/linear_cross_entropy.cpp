@@ -32,6 +32,7 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
+#include <c10/core/SymBool.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -215,7 +216,8 @@ Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight, 
   const at::ScalarType sums = opmath_dtype(input.scalar_type());
   if (reduction != at::Reduction::None && (input.scalar_type() == sums || check::on_device(input))) {
     OptionalTensor divisor, shares;
-    if (reduction == at::Reduction::Mean && check::on_device(input) && !given(weights)) {
+    const bool empty = TORCH_GUARD_SIZE_OBLIVIOUS(input.sym_size(0).sym_eq(0)); // whose mean is no number
+    if (reduction == at::Reduction::Mean && check::on_device(input) && !given(weights) && !empty) {
       shares = mean_shares(target, options.ignore_index, sums);
     } else {
       divisor = reduction == at::Reduction::Mean ? mean_divisor(target, weights, options.ignore_index, sums) : at::ones({}, input.options().dtype(sums));

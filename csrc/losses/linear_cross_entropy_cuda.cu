@@ -60,7 +60,7 @@ struct Terms {
   }
 };
 
-// Where the largest logit of each query stands, and behind it the logarithm of the sum of e^(logit - largest); [Q] each, nullptr: not known.
+// Of each query [Q]: the largest logit, and the logarithm of the sum of e^(logit - largest). nullptr: not known.
 template <typename A>
 struct Normalizer {
   A *max, *log_sum;
@@ -223,7 +223,7 @@ class ProductRows {
 };
 
 // Gradients of products in float16 are made for losses that count about as much as kMost, and what follows is divided by the same number: float16 would lose
-// those of a mean over thousands of queries. No gradient grows beyond what it holds.
+// those of a mean over thousands of queries. None grows beyond the largest number of float16, with a z-loss as long as log normalizers are below 10,000.
 struct HalfScale {
   Tensor of_loss, of_result; // [Q], []
 

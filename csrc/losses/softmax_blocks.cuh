@@ -1,14 +1,13 @@
 #pragma once
 
 #include "core/cuda_rows.cuh"
-#include "core/optional.h"
 #include "core/simd.h"
 #include "scores/gather_dot_cuda.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <limits>
+#include <type_traits>
 
 // What the exact losses share on a device: the classes in blocks, whose logits are products of ATen and never exist all at once, and the softmax of a
 // query folded block by block.

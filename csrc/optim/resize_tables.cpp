@@ -6,6 +6,7 @@
 #include "optim/owed_steps.h"
 #include "optim/row_states.h"
 #include "optim/settle.h"
+#include "scores/row_terms.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -175,6 +176,7 @@ void check_resize(at::TensorList tables, at::TensorList rows, at::IntArrayRef si
 
 /// Whatever an earlier graph knows of the size of a parameter: its gradient, and the node that would collect another one.
 void forget_gradient(const Tensor& table) {
+  drop_row_terms(table);
   table.mutable_grad().reset();
   if (auto* const meta = torch::autograd::impl::get_autograd_meta(table); meta != nullptr) {
     const std::lock_guard lock(meta->mutex_);

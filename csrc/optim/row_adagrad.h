@@ -1,13 +1,11 @@
 #pragma once
 
-#include "scores/row_terms.h"
-
-#include <functional>
-
 #include "core/philox.h"
 #include "optim/row_update.h"
+#include "scores/row_terms.h"
 
 #include <string_view>
+#include <functional>
 
 namespace xsoftmax {
 

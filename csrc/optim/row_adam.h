@@ -1,15 +1,13 @@
 #pragma once
 
-#include "scores/row_terms.h"
-
-#include <functional>
-
 #include "optim/owed_steps.h"
 #include "optim/row_update.h"
 #include "optim/row_updates.h"
+#include "scores/row_terms.h"
 
 #include <cmath>
 #include <string_view>
+#include <functional>
 
 namespace xsoftmax {
 

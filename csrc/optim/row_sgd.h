@@ -1,14 +1,12 @@
 #pragma once
 
-#include "scores/row_terms.h"
-
-#include <functional>
-
 #include "optim/owed_steps.h"
 #include "optim/row_update.h"
 #include "optim/row_updates.h"
+#include "scores/row_terms.h"
 
 #include <string_view>
+#include <functional>
 
 namespace xsoftmax {
 

@@ -136,9 +136,14 @@ struct SortedGradient {
   const at::opmath_type<T>* coefficients;
   at::opmath_type<T>* chunks; ///< [count / 32, width]: the sums of chunk_sums_kernel
   int64_t count, width;
+  int64_t sources; ///< rows of values
 
 #ifdef __CUDACC__
-  __device__ int64_t place(int64_t i) const { return order.empty() ? i : order[i]; }
+  __device__ int64_t place(int64_t i) const {
+    const int64_t at = order.empty() ? i : order[i];
+    CUDA_KERNEL_ASSERT(coefficients == nullptr || (at >= 0 && at < sources));
+    return at;
+  }
   __device__ at::opmath_type<T> coefficient(int64_t i) const { return coefficients == nullptr ? at::opmath_type<T>(1) : coefficients[i]; }
 #endif
 };
@@ -524,7 +529,8 @@ struct GradientOnDevice {
             coefficients.defined() ? coefficients.const_data_ptr<at::opmath_type<T>>() : nullptr,
             chunks.mutable_data_ptr<at::opmath_type<T>>(),
             count,
-            width};
+            width,
+            values.size(0)};
   }
   bool wide() const {
     constexpr int64_t kPack = 16 / sizeof(T);

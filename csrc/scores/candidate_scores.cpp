@@ -169,7 +169,7 @@ RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tenso
   if (given(scale)) { // of an ignored query, 0 times what is not finite would not be 0
     const Tensor factor = of_queries(*scale, grad.sym_size(0)).unsqueeze(1);
     query = query.masked_fill(factor.eq(0), 0);
-    scores_grad = (grad * factor).masked_fill(grad.eq(0), 0);
+    scores_grad = (grad * factor).masked_fill(grad.eq(0).logical_or(factor.eq(0)), 0);
   }
   const Tensor pair_ids = ids_or_empty(private_ids, input, true), all = ids_or_empty(shared_ids, input, false);
   const int64_t width = pair_ids.size(1), shared = all.size(0), dims = weight.size(1);

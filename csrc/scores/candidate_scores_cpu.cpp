@@ -97,7 +97,7 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
     return candidate_scores_backward_reference(grad, input, weight, private_ids, shared_ids, output_mask, scale, dense);
   }
   if (given(scale) && scale->dim() == 0) { // of a factor that is not finite, 0 times it would not be 0
-    const Tensor scaled = (grad * *scale).masked_fill(grad.eq(0), 0);
+    const Tensor scaled = (grad * *scale).masked_fill(grad.eq(0).logical_or(scale->eq(0)), 0);
     return candidate_scores_backward_cpu(scaled, input, weight, private_ids, shared_ids, output_mask,
                                          of_queries(scale->ne(0).to(grad.scalar_type()), grad.size(0)), dense);
   }

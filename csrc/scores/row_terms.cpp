@@ -1,10 +1,8 @@
 #include "scores/row_terms.h"
 
 #include "core/checks.h"
-#include "core/dtypes.h"
 #include "core/host_reads.h"
 #include "core/shape_checks.h"
-#include "core/sorted_ids.h"
 #include "core/weak_map.h"
 #include "scores/candidate_scores.h"
 #include "scores/row_gradient.h"
@@ -61,44 +59,34 @@ Waiting& waiting() {
 
 uint32_t version_of(const Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
 
-void accept_row_terms(const Tensor& table, bool accept) {
+void accept_row_terms(const Tensor& table) {
   Waiting& all = waiting();
   const std::lock_guard lock(all.mutex);
-  c10::TensorImpl* const key = table.unsafeGetTensorImpl();
-  if (accept && all.of_tables.find(key) == nullptr) {
-    all.of_tables.insert_or_assign(key, Waiting::Weak(table.getIntrusivePtr()), {});
-  } else if (Pending* const pending = accept ? nullptr : all.of_tables.find(key)) {
-    TORCH_CHECK_VALUE(!pending->terms.has_value(), "accept_row_terms: expected a table without a gradient that waits for its optimizer");
-    all.of_tables.erase(key);
+  if (all.of_tables.find(table.unsafeGetTensorImpl()) == nullptr) {
+    all.of_tables.insert_or_assign(table.unsafeGetTensorImpl(), Waiting::Weak(table.getIntrusivePtr()), {});
   }
 }
 
-std::optional<RowTerms> pending_of(const Tensor& table, bool drop) {
+std::optional<RowTerms> pending_of(const Tensor& table) {
   Waiting& all = waiting();
   const std::lock_guard lock(all.mutex);
-  Pending* const pending = all.of_tables.find(table.unsafeGetTensorImpl());
+  const Pending* const pending = all.of_tables.find(table.unsafeGetTensorImpl());
   if (pending == nullptr || !pending->terms.has_value()) {
     return std::nullopt;
   }
-  std::optional<RowTerms> terms = pending->terms;
-  TORCH_CHECK(drop || version_of(terms->input) == pending->version,
-              "expected the queries of a loss to stay as they are until the optimizer of its table, with lazy_gradient=True, has taken its step or the table's "
-              "gradient is read; they were changed in place");
-  if (drop) {
-    pending->terms.reset();
-  }
-  return terms;
+  TORCH_CHECK(version_of(pending->terms->input) == pending->version,
+              "expected the queries of a loss to stay as they are until the gradient of its table, whose optimizer has lazy_gradient=True, is zeroed by the "
+              "optimizer or read; they were changed in place");
+  return pending->terms;
 }
 
 std::vector<Tensor> pending_row_terms(const Tensor& table) {
-  const auto terms = pending_of(table, /*drop=*/false);
+  const auto terms = pending_of(table);
   return terms.has_value() ? std::vector<Tensor>{terms->rows, terms->sources, terms->coefficients, terms->input} : std::vector<Tensor>{};
 }
 
-void drop_row_terms(const Tensor& table) { pending_of(table, /*drop=*/true); }
-
 void write_row_terms(const Tensor& table) {
-  const auto terms = pending_of(table, /*drop=*/false);
+  const auto terms = pending_of(table);
   if (!terms.has_value()) {
     return;
   }
@@ -137,9 +125,21 @@ Terms row_terms_composite(const Tensor& grad, const Tensor& ids, const OptionalT
   if (ids.is_cpu()) {
     check::class_ids(kOp, "ids", ids, num_classes);
   }
-  const Tensor scaled = given(scale) ? (grad * of_queries(*scale, grad.sym_size(0)).unsqueeze(1)).masked_fill(grad.eq(0), 0) : grad;
+  Tensor scaled = grad;
+  if (given(scale)) {
+    const Tensor factor = of_queries(*scale, grad.sym_size(0)).unsqueeze(1);
+    scaled = (grad * factor).masked_fill(grad.eq(0).logical_or(factor.eq(0)), 0);
+  }
   const auto [rows, order] = ids.flatten().sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
   return {rows, order.div(std::max<int64_t>(1, ids.size(1)), "floor").to(at::kInt), scaled.flatten().index_select(0, order)};
+}
+
+void drop_row_terms(const Tensor& table) {
+  Waiting& all = waiting();
+  const std::lock_guard lock(all.mutex);
+  if (Pending* const pending = all.of_tables.find(table.unsafeGetTensorImpl())) {
+    pending->terms.reset();
+  }
 }
 
 RowTerms row_terms(const Tensor& grad, const Tensor& ids, const OptionalTensor& scale, const Tensor& input, int64_t num_classes) {
@@ -175,28 +175,24 @@ bool may_leave_row_terms(const Tensor& table) {
   const auto accumulator = impl::try_get_grad_accumulator(table);
   const bool hooked = !impl::hooks(table).empty() || impl::post_acc_grad_hooks(table) != nullptr ||
       (accumulator != nullptr && (!accumulator->pre_hooks().empty() || !accumulator->post_hooks().empty() || !accumulator->tensor_pre_hooks().empty()));
-  return executed != nullptr && executed->empty() && !hooked;
+  if (executed == nullptr || !executed->empty() || hooked) {
+    return false;
+  }
+  write_row_terms(table);
+  return !table.grad().defined();
 }
 
-bool leave_row_terms(const Tensor& table, const RowTerms& terms) {
-  if (!pending_row_terms(table).empty()) {
-    write_row_terms(table);
-    return false;
-  }
-  if (table.grad().defined()) {
-    return false;
-  }
+void leave_row_terms(const Tensor& table, const RowTerms& terms) {
   Waiting& all = waiting();
   const std::lock_guard lock(all.mutex);
   Pending* const pending = all.of_tables.find(table.unsafeGetTensorImpl());
   TORCH_CHECK(pending != nullptr, kOp, ": expected a table whose optimizer takes terms");
   *pending = {RowTerms{terms.rows, terms.sources, terms.coefficients, terms.input.detach()}, version_of(terms.input)};
-  return true;
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("row_terms(Tensor grad, Tensor ids, Tensor? scale, int num_classes) -> (Tensor rows, Tensor sources, Tensor coefficients)");
-  m.def("accept_row_terms(Tensor table, bool accept) -> ()", accept_row_terms);
+  m.def("accept_row_terms(Tensor table) -> ()", accept_row_terms);
   m.def("pending_row_terms(Tensor table) -> Tensor[]", pending_row_terms);
   m.def("drop_row_terms(Tensor table) -> ()", drop_row_terms);
   m.def("write_row_terms(Tensor table) -> ()", write_row_terms);

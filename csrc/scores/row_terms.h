@@ -39,16 +39,18 @@ at::Tensor values_of(const RowTerms& terms);
 // A backward pass leaves the terms of a table whose optimizer takes them, in the place of a gradient. So the rows of the gradient are never written, unless
 // somebody reads `grad` first: write_row_terms then makes it.
 //
-//     accept_row_terms(Tensor table, bool accept) -> ()   whether the table's optimizer takes terms
-//     pending_row_terms(Tensor table) -> Tensor[]         rows, sources, coefficients and input, or nothing
+//     accept_row_terms(Tensor table) -> ()          the table's optimizer takes terms
+//     pending_row_terms(Tensor table) -> Tensor[]   rows, sources, coefficients and input, or nothing
 //     drop_row_terms(Tensor table) -> ()
-//     write_row_terms(Tensor table) -> ()                 adds them to table.grad, and drops them
+//     write_row_terms(Tensor table) -> ()           adds them to table.grad, and drops them
 
 /// Whether a backward pass may leave terms for `table`: a leaf on a device whose optimizer takes them, whose gradient no hook waits for, in a pass that
-/// accumulates gradients into all leaves and needs no second derivative.
+/// accumulates gradients into all leaves and needs no second derivative. Not where there is a gradient already: terms of an earlier pass are written to it.
 bool may_leave_row_terms(const at::Tensor& table);
 
-/// Leaves terms for `table`. What another pass has left becomes its gradient, to which these are added by the caller: returns whether they were left.
-bool leave_row_terms(const at::Tensor& table, const RowTerms& terms);
+/// Stores terms as the pending gradient of `table`, for which may_leave_row_terms was true.
+void leave_row_terms(const at::Tensor& table, const RowTerms& terms);
+
+void drop_row_terms(const at::Tensor& table);
 
 } // namespace xsoftmax

@@ -1,5 +1,4 @@
 #include "core/cuda_sorted_ids.cuh"
-#include "core/dtypes.h"
 #include "core/impl.h"
 #include "core/optional.h"
 #include "core/sorted_ids.h"

@@ -35,7 +35,7 @@ def make_lazy(param: Tensor) -> None:
     if type(param) is torch.nn.Parameter and param.dim() == 2:
         param.__class__ = LazyGradParameter
     if isinstance(param, LazyGradParameter):
-        torch.ops.xsoftmax.accept_row_terms(param, True)
+        torch.ops.xsoftmax.accept_row_terms(param)
 
 
 def terms_of(param: Tensor) -> List[Tensor]:

@@ -103,3 +103,10 @@ def test_memory_stays_within_the_workspace():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled, torch.no_grad():
         loss(input, target)
     assert max(event.cpu_memory_usage for event in profiled.events()) <= 2 << 20
+
+
+def test_the_mean_over_no_query_is_no_number():
+    """As F.cross_entropy has it: of no queries, and of ignored ones."""
+    loss = xs.LinearCrossEntropyLoss(4, 7)
+    for queries in (0, 3):
+        assert loss(torch.randn(queries, 4, requires_grad=True), torch.full((queries,), -100)).isnan()

@@ -212,7 +212,7 @@ def samples():
         kmeans=(seed, weight, 3, 2, weight[:3].clone()),
         check_sampled_loss=(input, weight, target, None, None, False, ""),
         fix_row_gradient=(weight, None),
-        accept_row_terms=(weight, True),
+        accept_row_terms=(weight,),
         drop_row_terms=(weight,),
         pending_row_terms=(weight,),
         write_row_terms=(weight,),

@@ -209,11 +209,11 @@ class RowOptimizer(torch.optim.Optimizer):
                 values.append(_local(grad))
                 tensors += self._tensors(state)
             counts.append(len(group_params))
+        self.state.update(fresh)
         if params:
             self._call("_step_", params, rows, values, tensors, texts, counts, rates)
         for param, of_rows, left, text, rate in lazy:
             self._call("_terms_", param, of_rows, *left, text, rate)
-        self.state.update(fresh)
         return loss
 
     def _new_state(self, param: Tensor, keeps_rows: bool, text: str, fresh: Dict[Tensor, Any]) -> Dict[str, Any]:

@@ -45,11 +45,9 @@ class RowAdagrad(RowOptimizer):
         state_dtype: dtype of ``sum`` [N, D]: ``torch.bfloat16`` or ``torch.float32``. None: float32, and float64 for float64 tables. In bfloat16 ``sum`` is
             always kept with stochastic rounding: to nearest, it would stop growing at 256 times what a step adds. Read at a table's first gradient; other
             parameters ignore it
-        lazy_gradient: on a GPU, losses leave the gradient of a table as terms, one for each query and private candidate, and the step reads those: rows of
-            the gradient, ``Q * (1 + num_samples)`` of them, are never written. ``grad`` of a table is written out when it is read, as by clipping; zero it by
-            :meth:`zero_grad` of the optimizer, since that of a module reads it. Losses with shared candidates alone, whose rows are few, other devices, hooks
-            on the table and ``torch.autograd.grad`` make the gradient as ever. Queries must not change in place before the step. Tables become
-            instances of a subclass of ``torch.nn.Parameter``
+        lazy_gradient: on a GPU, losses with private candidates leave the gradient of a table as
+            terms, which the step reads, instead of rows: ``docs/howto/gpu.md`` says when this pays,
+            and what it asks for. Copies of the optimizer go without
         torch_options: options of ``torch.optim.Adagrad`` that choose among its implementations:
             ``foreach``, ``fused``, ``capturable``. They are accepted and ignored, since one
             operator takes the step on every device, and the count of steps is on the parameters' device. ``differentiable=True`` is refused
