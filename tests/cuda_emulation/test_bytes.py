@@ -310,6 +310,27 @@ def systematic_draws():
                 why="a class is found by a binary search, whose steps are a sector each; all of them together are a matter of time, not of bytes")
 
 
+# ----------------------------------------------------------------------------------------------------------------------------- search
+
+def search(queries, kernel, memory, shape, classes=4096, dim=64):
+    torch.manual_seed(0)
+    input, weight = torch.randn(queries, dim), torch.randn(classes, dim)
+    index = ops.search_index(weight, None, torch.zeros(classes, dtype=torch.int32), 1)
+    return Case(lambda: ops.search_topk(input, weight, None, index, 10, ""), kernel, memory, shape=f"{shape}, {classes:,} rows, D {dim}, float32")
+
+
+@case
+def search_rounding():
+    """Rows, and their halves; of a row two bounds."""
+    return search(16, "round_rows_kernel", memory=4096 * (64 * (4 + 2) + 2 * 4), shape="products of 16 queries")
+
+
+@case
+def search_cells():
+    """Codes, and the ids of a few classes: the first cells are all there is."""
+    return search(1, "first_cells_kernel", memory=4096 * 256, shape="1 query", dim=256)
+
+
 # ------------------------------------------------------------------------------------------------------------------------- measure
 
 @pytest.fixture(scope="module", autouse=True)
