@@ -3,6 +3,7 @@ with its arithmetic under torch.compile, with CUDA graphs of both, and with the 
 FC."""
 
 import copy
+import functools
 import math
 from dataclasses import dataclass
 from typing import Callable, Dict, Optional
@@ -17,6 +18,7 @@ from output_layer import NaiveSampled, precision
 from .bench import Bench, Runs, training_step
 
 OURS, NAIVE, COMPILED = "xsoftmax", "naive", "naive, torch.compile"
+LAZY = f"{OURS}, lazy_gradient"
 STEPS = (OURS, NAIVE, COMPILED)
 
 
@@ -91,7 +93,7 @@ def sampled_steps(bench: Bench, case: Case) -> Runs:
     call = naive_call(bench, case, naive, input, target)
     compiled = naive_call(bench, case, compiled_naive(bench, naive), input, target)
 
-    def our_step(loss: xs.SampledSoftmaxLoss, optimizer: Optional[type] = xs.optim.RowAdam):
+    def our_step(loss: xs.SampledSoftmaxLoss, optimizer: Optional[Callable] = xs.optim.RowAdam):
         parameters = list(loss.parameters())
         return training_step(lambda: loss(input, target), input, parameters,
                              optimizer and optimizer(parameters))
@@ -101,6 +103,9 @@ def sampled_steps(bench: Bench, case: Case) -> Runs:
             f"{OURS}, no optimizer": our_step(ours, None),
             f"{NAIVE}, no optimizer": training_step(call, input, table),
             f"{COMPILED}, no optimizer": training_step(compiled, input, table)}
+    if not case.shared:
+        lazily = functools.partial(xs.optim.RowAdam, lazy_gradient=True)
+        runs[LAZY] = our_step(our_loss(bench, case.num_samples, False, dtype=case.dtype), lazily)
     if bench.cuda:
         runs |= bench.attempt(f"{OURS}, CUDA graph", lambda: bench.graphed(our_step(our_loss(
             bench, case.num_samples, case.shared, dtype=case.dtype))))
@@ -133,6 +138,8 @@ def measure(bench: Bench, case: Case, more: Optional[Runs] = None) -> Dict[str, 
         bench.ratio(f"{title}: step / naive with SparseAdam", seconds, OURS, NAIVE, case.step)
         for name, rival in ((OURS, COMPILED), (COMPILED, NAIVE)):
             bench.ratio(f"{title}: step of {name} / {rival}", seconds, name, rival)
+        if LAZY in seconds:
+            bench.ratio(f"{title}: step with lazy_gradient / ours", seconds, LAZY, OURS)
         bench.ratio(f"{title}: without optimizers", seconds, f"{OURS}, no optimizer",
                     f"{NAIVE}, no optimizer")
         bench.launches(title, runs, {name: seconds[name] for name in STEPS if name in seconds},
