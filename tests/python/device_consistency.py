@@ -231,8 +231,8 @@ def faults_of(graph, metadata):
 
 # Gives tables other memory by a call that no dispatcher sees.
 OF_MEMORY = {"streaming_resize_"}
-# The composite of a search reads every cell whatever the budget, so that the smallest will do.
-OF_WHAT_IS_READ = {"search_budget"}
+# The composite of a search reads every cell whatever the budget.
+OF_WHAT_IS_READ = {"search_budget", "search_topk"}
 
 
 def compare_values(name):
