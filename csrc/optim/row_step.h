@@ -291,6 +291,8 @@ typename Rule::Options check_terms(const at::Tensor& param, at::TensorList state
   const char* const op = Rule::kTerms;
   const auto options = rows_options<Rule>(text, lr, param, false);
   check::dim(op, "input", terms.input, 2);
+  check::dim(op, "coefficients", terms.coefficients, 1);
+  check::dim(op, "sources", terms.sources, 1);
   check::size(op, "coefficients", terms.coefficients, 0, terms.rows.sym_size(0), "the length of rows");
   check::dtype(op, "coefficients", terms.coefficients, opmath_dtype(param.scalar_type()));
   check::same_device(op, "coefficients", terms.coefficients, "param", param);

@@ -209,11 +209,14 @@ class RowOptimizer(torch.optim.Optimizer):
                 values.append(_local(grad))
                 tensors += self._tensors(state)
             counts.append(len(group_params))
-        self.state.update(fresh)
         if params:
             self._call("_step_", params, rows, values, tensors, texts, counts, rates)
+        by_terms = {param: fresh.pop(param) for param, *_ in lazy if param in fresh}
+        self.state.update(fresh)
         for param, of_rows, left, text, rate in lazy:
             self._call("_terms_", param, of_rows, *left, text, rate)
+            if param in by_terms:
+                self.state[param] = by_terms[param]
         return loss
 
     def _new_state(self, param: Tensor, keeps_rows: bool, text: str, fresh: Dict[Tensor, Any]) -> Dict[str, Any]:
