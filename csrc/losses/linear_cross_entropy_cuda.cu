@@ -60,7 +60,7 @@ struct Terms {
   }
 };
 
-// Of each query [Q]: the largest logit, and the logarithm of the sum of e^(logit - largest). nullptr: not known.
+// The log-sum-exp of each query, [Q], in two parts: the largest logit, and the log of the sum of e^(logit - largest). nullptr where it is not known yet.
 template <typename A>
 struct Normalizer {
   A *max, *log_sum;

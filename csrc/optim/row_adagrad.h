@@ -4,8 +4,8 @@
 #include "optim/row_update.h"
 #include "scores/row_terms.h"
 
-#include <string_view>
 #include <functional>
+#include <string_view>
 
 namespace xsoftmax {
 

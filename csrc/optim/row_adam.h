@@ -6,8 +6,8 @@
 #include "scores/row_terms.h"
 
 #include <cmath>
-#include <string_view>
 #include <functional>
+#include <string_view>
 
 namespace xsoftmax {
 

@@ -5,8 +5,8 @@
 #include "optim/row_updates.h"
 #include "scores/row_terms.h"
 
-#include <string_view>
 #include <functional>
+#include <string_view>
 
 namespace xsoftmax {
 

@@ -60,7 +60,7 @@
 // is what row_adam_step_ does for each parameter with state for rows, when all are checked. By itself it leaves no debt for settle_ to find.
 // It and the flush have a kernel for each device. That for CUDA reads no state on the host: a step that a graph has captured is the next step
 // whenever it is replayed, under the options that it was captured with and the learning rate that its tensor then has.
-
+//
 //     row_adam_terms_(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor sources, Tensor coefficients, Tensor input, str options,
 //                     Tensor? lr=None) -> ()
 //
@@ -323,7 +323,7 @@ void call_rows(const StepOf<Rule>& step, std::string_view text, const OptionalTe
   op.call(step.param, step.state, given(step.rows) ? *step.rows : all_rows(step.param), step.values, text, lr);
 }
 
-/// A step of one table by terms; take_step(options) takes it.
+/// Takes a step of one table by terms: checks, calls take_step(), and records what other reads of the table need.
 template <typename Rule, typename TakeStep>
 void terms_step(const at::Tensor& param, at::TensorList state, const RowTerms& terms, std::string_view text, const OptionalTensor& lr,
                 const TakeStep& take_step) {

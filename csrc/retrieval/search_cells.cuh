@@ -75,7 +75,7 @@ __global__ void centre_products_kernel(CellQueries of, CellTable table) {
   }
 }
 
-/// What a block keeps of the cells that it reads at once.
+/// Shared memory of a block for the cells that it reads together.
 struct CellBatch {
   int64_t cell[kThreads], behind[kThreads]; // groups of the cells before
   double product[kThreads], error[kThreads], unit[kThreads];
@@ -183,7 +183,7 @@ class CellReader {
     return {cells_of(all), classes_of(all)};
   }
 
-  // Of z.r / |r|, were the direction of r random.
+  // Returns the standard deviation of z.r / |r| for r of random direction.
   __device__ float deviation() const { return float(query_.length / sqrt(double(table_.width))); }
 
   // size x P(X > threshold) for a Gaussian X: the tail to 2 %, and as steep far out.

@@ -26,7 +26,7 @@ constexpr int64_t kBlocks = 1024;              // that read cells where queries 
 // A query that reads a third of the codes, a byte a coordinate, costs as much as a read of 1 / 3 of a table of bytes, which all queries share.
 constexpr int64_t kQueriesPerByte = 3;
 
-// What is known of queries before anything is read; nullptr: not wanted.
+// Queries in the forms that the kernels read; nullptr where a form is not needed.
 template <typename T>
 struct PreparedQueries {
   SearchQuery* query;  // [Q]
@@ -102,7 +102,7 @@ struct FoundRows {
   bool* certified;            // [Q]
 };
 
-// A block a query: joins its lists, and writes the best. most: the limit of the cells; 0: none. of.product == nullptr: all cells were read.
+// A block a query: joins its lists, and writes the best. limited: the number of cells has a limit. of.product is nullptr where all cells were read.
 template <typename T>
 __global__ void write_found_kernel(FoundRows<T> out, CellQueries of, CellTable table, ListMemory lists, RowScorer<T> scorer, int64_t k, int64_t parts,
                                    bool limited) {

@@ -46,11 +46,11 @@ struct StaticOptions {
   }
 };
 
-/// Parses options; refuses an unknown law and a wrong number of tables.
+/// Parses the options; raises ValueError for an unknown distribution or a wrong number of tables.
 StaticOptions static_options(const char* op, at::TensorList tables, std::string_view text);
 
-/// log(num_samples / total weight) of law "uniform", whose classes weigh 1, or "log_uniform", whose class i weighs ln(1 + 1 / (i + 1)): a class's log
-/// expected count less the log of its weight.
+/// Returns log(num_samples / total weight), which plus the log of a class's weight is its log expected count. Weights are 1 for "uniform" and
+/// ln(1 + 1 / (i + 1)) for "log_uniform".
 double static_log_scale(const StaticOptions& options);
 
 /// static_tables(owner, weights, power, classes, options) -> (tables, options)

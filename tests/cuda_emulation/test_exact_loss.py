@@ -1,6 +1,5 @@
 """The exact loss as it runs on a device, where the library looks at no values: gradients of 16 bits are made with the loss."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -14,13 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from host_cost import count_launches
 
 
-@pytest.fixture(autouse=True)
-def on_a_device():
-    torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
-    torch.ops.cuda_emulator.take_over()
-    torch.ops.cuda_emulator.let_host_read(False)
-    yield
-    torch.ops.cuda_emulator.let_host_read(True)
+pytestmark = pytest.mark.usefixtures("on_a_device")
 
 
 def problem(queries: int, features: int, classes: int, dtype: torch.dtype):

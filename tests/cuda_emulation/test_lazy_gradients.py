@@ -1,7 +1,6 @@
 """Tables whose gradient is left as terms for their optimizer (lazy_gradient), as on a device, against gradients that are written out."""
 
 import copy
-import os
 
 import pytest
 import torch
@@ -14,13 +13,7 @@ OPTIMIZERS = {"adam": (xs.optim.RowAdam, dict(weight_decay=0.01)), "row-wise ada
               "sgd": (xs.optim.RowSGD, dict(lr=0.1, momentum=0.9, weight_decay=0.01))}
 
 
-@pytest.fixture(autouse=True)
-def on_a_device():
-    torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
-    torch.ops.cuda_emulator.take_over()
-    torch.ops.cuda_emulator.let_host_read(False)
-    yield
-    torch.ops.cuda_emulator.let_host_read(True)
+pytestmark = pytest.mark.usefixtures("on_a_device")
 
 
 def make(optimizer: str = "adam", lazy: bool = True, bias: bool = True, dtype: torch.dtype = torch.float32, num_samples: int = 5):
