@@ -1,28 +1,35 @@
-# Builds, tests and shows xsoftmax. On a fresh Debian with Python 3.10 or later, g++ and make, `make test` and `make demo` set up all
-# they need: a virtual environment in .venv with torch, and for the tests GoogleTest from the distribution. Targets are incremental.
+# Builds, tests and shows xsoftmax. On a fresh Debian with Python 3.10 or later, g++ and make,
+# `make test` and `make demo` set up all they need: a virtual environment in .venv with torch, and
+# GoogleTest from the distribution. Targets are incremental.
 #
-#   make build       the package, installed into .venv
-#   make test        Python tests, C++ tests, and a C++ project on the installed package (from nothing 11 to 30 minutes on two cores, by CPU)
-#   make tutorials   the notebooks of docs/tutorials, from top to bottom (5 minutes)
-#   make wheel       dist/xsoftmax-*.whl for all Pythons, of the torch in .venv; make sdist: the sources in one file
-#   make test-wheel  installs that wheel into a new environment and tests it there; make test-sdist: a wheel built from the sdist (minutes)
-#   make aarch64     compiles and links the library for 64-bit ARM, on any machine; fetches torch's wheel for it (0.4 GB)
-#   make sanitize    the C++ tests once more, with the kernels and all else that touches memory under AddressSanitizer and UBSan
-#   make demo        trains a language model with sampled and with exact loss, then trains and completes in C++ (10 minutes)
-#   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/experiments)
-#   make lint        format and style of C++ and Python, types, spelling; make format mends the first two
-#   make cuda-check  compiles and links the CUDA kernels, and refuses spilled registers; needs no GPU (CUDA_ARCH="75;80;90;100;120": for a release)
-#   make cuda-emulate  runs the CUDA kernels on the CPU: threads in five orders, and under sanitizers (half an hour); needs no CUDA either;
-#                    make cuda-emulate-brief: one order, the operators that launch kernels themselves (8 minutes)
-#   make gpu         builds for the GPU of this machine, runs the tests of the device and measures: build/gpu/cuda.json
-#   make cuda-page   fills the tables of docs/howto/cuda.md from what cuda-emulate and cuda-check built
-#   make docs        the site, into build/docs/html, and its checks: warnings, links within it, spelling, a browser at two widths;
-#                    XSOFTMAX_DOCS_EXECUTE=off make docs: without the output of its notebooks, which takes 5 minutes less
-#   make docs-links  the site's links to elsewhere, which takes the network
+#   make build       the package, in .venv: edits of Python need no build, edits of C++ compile what they
+#                    touch
+#   make test        Python tests, C++ tests, and a C++ project on the package; make test-all: the
+#                    slow tests as well, and the notebooks
+#   make tutorials   the notebooks of docs/tutorials (5 minutes)
+#   make demo        trains a language model with sampled and with exact loss, then trains and
+#                    completes in C++ (10 minutes)
+#   make bench       benchmarks of speed, as tables (for those of quality see docs/experiments)
+#   make lint        format and style of C++ and Python, types, spelling; make format mends format
+#   make sanitize    the C++ tests under AddressSanitizer and UBSan
+#   make wheel       dist/xsoftmax-*.whl for all Pythons, for the torch in .venv; make sdist
+#   make test-wheel  installs that wheel into a new environment and tests it there; make test-sdist
+#   make aarch64     compiles and links the library for 64-bit ARM; fetches torch's wheel (0.4 GB)
+#   make cuda-check  compiles and links the CUDA kernels, refuses spilled registers; needs no GPU
+#                    (CUDA_ARCH="75;80;90;100;120": for a release)
+#   make cuda-emulate  runs the CUDA kernels on the CPU: five orders of threads, under sanitizers (half
+#                    an hour); make cuda-emulate-brief: one order (8 minutes)
+#   make gpu         builds for the GPU of this machine, tests and measures: build/gpu/cuda.json
+#   make cuda-page   fills the tables of docs/howto/cuda.md from cuda-emulate and cuda-check
+#   make docs        the site, into build/docs/html, and its checks: warnings, links, spelling, a
+#                    browser at two widths; XSOFTMAX_DOCS_EXECUTE=off: without notebooks' output
+#   make docs-links  checks the site's links to other sites
 #   make clean       removes all that make made
 #
-# Variables: MINUTES (of the measurements of make gpu), WHEEL (make demo: a wheel to install instead of a build), PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS
-# (compilers and test processes at once), PYTEST_ARGS, ORDERS (of threads, after the first: make cuda-emulate), and those of .ci/cuda_check.
+# Variables: PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS (compilers and test
+# processes at once), PYTEST_ARGS, WHEEL (make demo: a wheel to install instead of a build), MINUTES
+# (limit of the measurements of make gpu), ORDERS (of threads: make cuda-emulate), and those of
+# .ci/cuda_check.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -36,7 +43,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build test test-python exchange cpp-tests test-cpp test-consumer tutorials test-slow sanitize demo bench gpu cuda-check cuda-emulate cuda-emulate-brief cuda-page lint format clean gtest python-headers
+.PHONY: build test test-all test-python test-slow test-cpp test-consumer exchange cpp-tests
+.PHONY: tutorials sanitize demo bench gpu cuda-check cuda-emulate cuda-emulate-brief cuda-page
+.PHONY: lint format clean gtest python-headers
 .PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
 
 # A developer's own build must not stand in for the one under test.
@@ -57,14 +66,17 @@ READY := $(STAMPS)/venv
 INSTALLED := $(STAMPS)/$(if $(WHEEL),wheel,installed)
 LINT_READY := $(STAMPS)/lint
 INTEGRATIONS := $(STAMPS)/integrations
-SOURCES := $(shell find CMakeLists.txt cmake csrc include python_bindings setup.py pyproject.toml -type f -not -name '*.pyc')
+SOURCES := $(shell find CMakeLists.txt cmake csrc include setup.py pyproject.toml -type f) \
+  python_bindings/xsoftmax/__init__.py
 BUILD_TOOLS := "setuptools>=77" wheel ninja cmake numpy
 CPP_TESTS := $(shell find tests/cpp -type f)
 TORCH_PREFIX = $$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')
 XSOFTMAX_PREFIX = $$(python -c 'import xsoftmax; print(xsoftmax.cmake_prefix_path)')
-CONFIGURE_CPP_APP = cmake -S examples/cpp_app -B build/cpp_app -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" >build/cpp_app.log 2>&1 \
-  || { cat build/cpp_app.log; exit 1; }
-# Where setup.py builds the library; tests/cpp is then built in the same folder, and nothing is compiled twice.
+# $(call configure,SOURCES,NAME,OPTIONS): configures build/NAME, and shows the output if that fails.
+configure = cmake -S $(1) -B build/$(2) $(3) >build/$(2).log 2>&1 || { cat build/$(2).log; exit 1; }
+CONFIGURE_CPP_APP = $(call configure,examples/cpp_app,cpp_app,\
+  -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)")
+# setup.py builds the library here, and tests/cpp is built here too, so nothing is compiled twice.
 export XSOFTMAX_BUILD_DIR := $(abspath build/package)
 # apt-get where a Debian package is missing, with sudo where that is needed.
 APT = $$(test $$(id -u) = 0 || echo sudo) apt-get
@@ -75,16 +87,19 @@ $(STAMPS):
 	mkdir -p $@
 
 $(READY): pyproject.toml | $(STAMPS)
-	$(PYTHON) -m venv $(VENV) || { $(APT) update && $(APT) install -y python3-venv && $(PYTHON) -m venv --clear $(VENV); }
+	$(PYTHON) -m venv $(VENV) || { $(APT) update && $(APT) install -y python3-venv \
+	  && $(PYTHON) -m venv --clear $(VENV); }
 	python -m pip install -q "$(TORCH)"
-	python -m pip install -q $(BUILD_TOOLS) scipy "scikit-learn>=1.6" pytest pytest-xdist hypothesis matplotlib tqdm
+	python -m pip install -q $(BUILD_TOOLS) scipy "scikit-learn>=1.6" pytest pytest-xdist hypothesis \
+	  matplotlib tqdm
 	touch $@
 
-# What the glue of xsoftmax.integrations and ONNX models are tested with, as pyproject.toml lists it. RecBole asks for versions that nothing of it needs:
-# without them.
+# Packages that tests of integrations and of ONNX models need, as pyproject.toml lists them. RecBole
+# pins versions that nothing of it needs, so it comes without dependencies.
 extra = $(shell sed -n 's/^$(1) = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 $(INTEGRATIONS): $(READY)
-	python -m pip install -q "$(TORCH)" $(call extra,integrations) $(call extra,deployment) $(filter-out recbole==%,$(call extra,recbole))
+	python -m pip install -q "$(TORCH)" $(call extra,integrations) $(call extra,deployment) \
+	  $(filter-out recbole==%,$(call extra,recbole))
 	python -m pip install -q --no-deps $(filter recbole==%,$(call extra,recbole))
 	touch $@
 
@@ -94,15 +109,16 @@ $(INSTALLED): $(READY) $(wildcard $(WHEEL))
 	rm -f $(STAMPS)/installed
 	touch $@
 else
-# The stamp is as old as the start of the build: what is edited meanwhile is built the next time.
+# The stamp carries the time the build started, so edits made during a build trigger another.
 $(INSTALLED): $(READY) $(SOURCES)
 	touch $@.begun
-	CMAKE_ARGS="-DXSOFTMAX_TESTS=OFF -DXSOFTMAX_MANYLINUX=OFF" python -m pip install -q --no-build-isolation --no-deps --force-reinstall .
+	CMAKE_ARGS="-DXSOFTMAX_TESTS=OFF -DXSOFTMAX_MANYLINUX=OFF" \
+	  python -m pip install -q --no-build-isolation --no-deps -e .
 	rm -f $(STAMPS)/wheel
 	mv $@.begun $@
 endif
 
-# -------------------------------------------------------------------------------------------------------------------------- packages
+# ----------------------------------------------------------------------------------------- packages
 
 # What a build of wheels needs in the Python that runs it: .venv, or a container's.
 wheel-tools:
@@ -112,7 +128,8 @@ wheel-tools:
 # From the objects of `make build`, linked anew.
 wheel: $(READY) wheel-tools
 	rm -rf build/wheel dist/xsoftmax-*.whl
-	CMAKE_ARGS="-DXSOFTMAX_TESTS=OFF -DXSOFTMAX_MANYLINUX=ON" python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel .
+	CMAKE_ARGS="-DXSOFTMAX_TESTS=OFF -DXSOFTMAX_MANYLINUX=ON" \
+	  python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel .
 	.ci/repair_wheel build/wheel/xsoftmax-*.whl dist
 
 test-wheel: wheel
@@ -130,12 +147,15 @@ test-sdist: sdist wheel-tools
 	make -C build/sdist test-wheel VENV="$(abspath $(VENV))" READY="$(abspath $(READY))"
 
 aarch64: $(READY)
-	command -v aarch64-linux-gnu-g++ >/dev/null || { $(APT) update && $(APT) install -y g++-aarch64-linux-gnu; }
+	command -v aarch64-linux-gnu-g++ >/dev/null \
+	  || { $(APT) update && $(APT) install -y g++-aarch64-linux-gnu; }
 	.ci/aarch64_check
 
-# ---------------------------------------------------------------------------------------------------------------------------- tests
+# -------------------------------------------------------------------------------------------- tests
 
 test: test-python test-cpp test-consumer
+
+test-all: test test-slow tutorials
 
 # The tests of a file share what they set up, so a file stays in one process.
 test-python: $(INSTALLED) $(INTEGRATIONS) exchange $(LINT_READY) | python-headers
@@ -143,7 +163,7 @@ test-python: $(INSTALLED) $(INTEGRATIONS) exchange $(LINT_READY) | python-header
 
 # What Python tests compare with, or load.
 exchange: $(INSTALLED) | gtest
-	cmake -S . -B build/package -DXSOFTMAX_TESTS=ON >build/package.log || { cat build/package.log; exit 1; }
+	$(call configure,.,package,-DXSOFTMAX_TESTS=ON)
 	cmake --build build/package --target loss_exchange optim_exchange tools_exchange cuda_stand_in
 	$(CONFIGURE_CPP_APP)
 	cmake --build build/cpp_app --target serve
@@ -153,9 +173,9 @@ python-headers: $(READY)
 	test -f "$$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
 	  || { $(APT) update && $(APT) install -y python3-dev; }
 
-# Longer than a test may be: `make test` leaves them out.
-test-slow: $(INSTALLED) $(INTEGRATIONS)
-	python -m pytest tests/python -m slow -s -q $(PYTEST_ARGS)
+# Tests that take longer than five seconds.
+test-slow: $(INSTALLED) $(INTEGRATIONS) exchange $(LINT_READY) | python-headers
+	python -m pytest tests/python -m slow -n $(JOBS) --dist loadfile -q $(PYTEST_ARGS)
 
 tutorials: $(INSTALLED)
 	python -m pytest tests/tutorials -s -q $(PYTEST_ARGS)
@@ -164,23 +184,26 @@ gtest:
 	test -f /usr/include/gtest/gtest.h || { $(APT) update && $(APT) install -y libgtest-dev; }
 
 cpp-tests: $(INSTALLED) | gtest
-	cmake -S . -B build/package -DXSOFTMAX_TESTS=ON >build/package.log || { cat build/package.log; exit 1; }
+	$(call configure,.,package,-DXSOFTMAX_TESTS=ON)
 	cmake --build build/package
 
-# One process for all tests: a process a test, as ctest has it, spends nearly all its time on loading torch.
+# One process for all tests: one process per test, as in ctest, would spend most of its time on
+# loading torch.
 test-cpp: cpp-tests
 	build/package/tests/cpp/xsoftmax_tests --gtest_brief=1
 
 # What touches memory is compiled anew, the other objects are those of the tests' build.
 sanitize: cpp-tests
-	cmake -S . -B build/sanitize -DXSOFTMAX_TESTS=ON -DXSOFTMAX_SANITIZE=ON -DXSOFTMAX_CXX_OBJECTS="$(abspath build/package)" \
-	  -DCMAKE_CXX_FLAGS_RELEASE=-O0 -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX)" >build/sanitize.log || { cat build/sanitize.log; exit 1; }
+	$(call configure,.,sanitize,-DXSOFTMAX_TESTS=ON -DXSOFTMAX_SANITIZE=ON \
+	  -DXSOFTMAX_CXX_OBJECTS="$(abspath build/package)" -DCMAKE_CXX_FLAGS_RELEASE=-O0 \
+	  -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX)")
 	cmake --build build/sanitize
 	build/sanitize/tests/cpp/xsoftmax_tests --gtest_brief=1
+	.ci/passed record $@
 
 test-consumer: $(INSTALLED)
-	cmake -S tests/consumer -B build/consumer -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" >build/consumer.log \
-	  || { cat build/consumer.log; exit 1; }
+	$(call configure,tests/consumer,consumer,\
+	  -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)")
 	cmake --build build/consumer
 	build/consumer/consumer
 	build/consumer/consumer_by_name
@@ -189,32 +212,36 @@ test-consumer: $(INSTALLED)
 
 cuda-check: $(INSTALLED)
 	CUDA_ARCH="$(CUDA_ARCH)" bash .ci/cuda_check build/package/libxsoftmax.so
+	test ! -f build/cuda/libxsoftmax.so || .ci/passed record $@
 
 # What it installs has kernels, so the next `make build` installs anew.
 gpu: $(READY) | python-headers
 	JOBS=$(JOBS) .ci/gpu $(INSTALLED)
 
-EMULATION = build=$(1); cmake -S tests/cuda_emulation -B $$build -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" -DEMULATE_SANITIZE=$(2) \
-  >$$build.log || { cat $$build.log; exit 1; }; cmake --build $$build
+EMULATION = $(call configure,tests/cuda_emulation,$(1),-DEMULATE_SANITIZE=$(2) \
+  -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)"); cmake --build build/$(1)
 
 cuda-emulate-brief: $(INSTALLED) | python-headers
-	$(call EMULATION,build/emulate,OFF)
+	$(call EMULATION,emulate,OFF)
 	tests/cuda_emulation/suite tool build/emulate
 	JOBS=$(JOBS) tests/cuda_emulation/suite kernels build/emulate forward
+	.ci/passed record $@
 
 cuda-emulate: cuda-emulate-brief
 	JOBS=$(JOBS) tests/cuda_emulation/suite all build/emulate
-	for order in $(ORDERS); do JOBS=$(JOBS) tests/cuda_emulation/suite kernels build/emulate $$order; done
-	$(call EMULATION,build/emulate-sanitize,ON)
+	for order in $(ORDERS); do \
+	  JOBS=$(JOBS) tests/cuda_emulation/suite kernels build/emulate $$order; \
+	done
+	$(call EMULATION,emulate-sanitize,ON)
 	JOBS=$(JOBS) tests/cuda_emulation/suite sanitized build/emulate-sanitize
 
 cuda-page:
 	tests/cuda_emulation/suite bytes build/emulate | .ci/fill_page docs/howto/cuda.md bytes
 	.ci/cuda_resources build/cuda | .ci/fill_page docs/howto/cuda.md registers
 
-# ------------------------------------------------------------------------------------------------------------------------------ lint
+# --------------------------------------------------------------------------------------------- lint
 
-# The tools have an environment of their own: what a user's .venv holds is not theirs to change. mypy reads the torch of .venv.
+# The tools have an environment of their own and do not change .venv, whose torch mypy reads.
 LINT_PATH = PATH="$(abspath build/lint-venv)/bin:$$PATH"
 
 $(LINT_READY): .ci/lint-requirements.txt | $(READY)
@@ -227,12 +254,14 @@ lint: $(LINT_READY)
 
 format: $(LINT_READY)
 	git ls-files -- '*.h' '*.cpp' '*.cu' '*.cuh' | $(LINT_PATH) xargs clang-format -i
+	git ls-files -- '*.py' | $(LINT_PATH) xargs yapf -i -p
 	$(LINT_PATH) ruff check --quiet --fix-only .
 
-# ---------------------------------------------------------------------------------------------------------------------- demo, bench
+# -------------------------------------------------------------------------------------- demo, bench
 
 demo: $(INSTALLED)
-	python examples/language_model/train.py --loss sampled exact --max-minutes 1.5 --output out/language_model
+	python examples/language_model/train.py --loss sampled exact --max-minutes 1.5 \
+	  --output out/language_model
 	cat out/language_model/table.md
 	echo "Plot: out/language_model/perplexity.png"
 	$(CONFIGURE_CPP_APP)
@@ -241,33 +270,38 @@ demo: $(INSTALLED)
 	build/cpp_app/complete out/language_model/model.pt "def open(self, path" --words 30
 
 bench: $(INSTALLED)
-	for script in training_step host_cost output_layer midx trees; do echo "== $$script"; python "benchmarks/$$script.py"; done
+	for script in training_step host_cost output_layer midx trees; do \
+	  echo "== $$script"; python "benchmarks/$$script.py"; \
+	done
 
-# ----------------------------------------------------------------------------------------------------------------------------- docs
+# --------------------------------------------------------------------------------------------- docs
 
-# Tools of the site in an environment of their own, which also sees torch and the package in $(VENV).
+# The tools of the site have an environment of their own, which also sees what is in $(VENV).
 DOCS_VENV := build/docs-venv
 DOCS_READY := $(STAMPS)/docs-venv
 SITE := build/docs/html
+PURELIB = 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 $(DOCS_READY): docs/requirements.txt $(READY)
 	python -m venv --clear $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -m pip install -q -r docs/requirements.txt
-	python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	  >"$$($(DOCS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/xsoftmax.pth"
+	echo "import site; site.addsitedir('$$(python -c $(PURELIB))')" \
+	  >"$$($(DOCS_VENV)/bin/python -c $(PURELIB))/xsoftmax.pth"
 	touch $@
 
 doxygen:
 	command -v doxygen >/dev/null || { $(APT) update && $(APT) install -y doxygen; }
 
-# From nothing: over pages of an earlier build Sphinx keeps the C++ names of all builds, and searches them for ever longer.
+# From nothing: Sphinx would keep the C++ names of all earlier builds, and take longer each time.
 docs: $(INSTALLED) $(INTEGRATIONS) $(DOCS_READY) | doxygen
 	rm -rf $(SITE) build/docs/doctrees
-	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going -q -j $(JOBS) -b html -d build/docs/doctrees docs $(SITE)
+	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going -q -j $(JOBS) -b html -d build/docs/doctrees \
+	  docs $(SITE)
 	$(DOCS_VENV)/bin/python docs/check_site.py $(SITE)
 
 docs-links: $(INSTALLED) $(INTEGRATIONS) $(DOCS_READY) | doxygen
-	XSOFTMAX_DOCS_EXECUTE=off $(DOCS_VENV)/bin/python -m sphinx -q -b linkcheck -d build/docs/doctrees docs build/docs/links
+	XSOFTMAX_DOCS_EXECUTE=off $(DOCS_VENV)/bin/python -m sphinx -q -b linkcheck \
+	  -d build/docs/doctrees docs build/docs/links
 
 clean:
 	rm -rf build $(VENV) out

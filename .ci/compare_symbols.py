@@ -13,19 +13,31 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def symbols(library: str, *options: str) -> set[str]:
     """Demangled names of the symbols that the library defines."""
-    output = subprocess.run(["nm", "--demangle", "--defined-only", *options, library], check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(["nm", "--demangle", "--defined-only", *options, library], check=True,
+                            capture_output=True, text=True).stdout
     return {line.split(maxsplit=2)[-1] for line in output.splitlines()}
 
 
 def exported(library: str) -> set[str]:
-    """Those of them that are exported and ours: other libraries' templates differ between two builds of torch."""
-    return {name for name in symbols(library, "--dynamic") if re.match(r"((typeinfo|typeinfo name|vtable) for )?xsoftmax::", name)}
+    """Those of them that are exported and ours: other libraries' templates differ between two
+    builds of torch."""
+    return {
+        name
+        for name in symbols(library, "--dynamic")
+        if re.match(r"((typeinfo|typeinfo "
+                    r"name|vtable) for "
+                    r")?xsoftmax::", name)
+    }
 
 
 def kernels_in_source() -> set[str]:
     """Names of the __global__ functions."""
     pattern = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(")
-    return {name for path in (ROOT / "csrc").rglob("*.cu*") for name in pattern.findall(path.read_text())}
+    return {
+        name
+        for path in (ROOT / "csrc").rglob("*.cu*")
+        for name in pattern.findall(path.read_text())
+    }
 
 
 def ops_in_source() -> set[str]:
@@ -58,7 +70,8 @@ def main(cpu_library: str, cuda_library: str) -> int:
         failures.append("the CUDA build registers no CUDA kernel")
     for failure in failures:
         print(failure)
-    print(f"CUDA build: {len(needed)} exported symbols, {len(kernels)} kernels, {len(ops_in_source())} ops with a CUDA kernel")
+    print(f"CUDA build: {len(needed)} exported symbols, {len(kernels)} kernels, "
+          f"{len(ops_in_source())} ops with a CUDA kernel")
     print(f"{passed} passed, {len(failures)} failed")
     return 1 if failures else 0
 

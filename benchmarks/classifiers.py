@@ -1,15 +1,22 @@
-"""Classifiers of given features with many classes: the exact softmax, CANE, NCE, BlackOut, hierarchical softmax, and Vowpal Wabbit's trees.
+"""Compares classifiers of given features with many classes: the exact softmax, CANE, NCE, BlackOut,
+hierarchical softmax, and Vowpal Wabbit's trees.
 
-    python benchmarks/classifiers.py --features features.pt --out out/omniglot       # of examples/image_classes/features.py
-    python benchmarks/classifiers.py --gaussians 10000 --out out/gaussians           # generated: classes in clusters
-    python benchmarks/classifiers.py --delicious delicious.arff --out out/delicious  # the rarest label of each document
+    # features written by examples/image_classes/features.py
+    python benchmarks/classifiers.py --features features.pt --out out/omniglot
+    # generated data: classes in clusters
+    python benchmarks/classifiers.py --gaussians 10000 --out out/gaussians
+    # the rarest label of each document
+    python benchmarks/classifiers.py --delicious delicious.arff --out out/delicious
 
-As in Han et al. (2018), section 7.1: only the last layer is trained. For each method the --finalists learning rates with the best validation
-accuracy after --search-epochs train for --epochs, and the best of those counts, with --seeds trees, starts and orders of the rows: the table has means
-and standard errors. The times are those of the long runs with the first seed, one after another on --threads threads; test time is that of finding the
-best class of every test row. Coverage: test targets among the candidates of the beam. "Edges as in
-the paper": never balanced (BeamTreeLoss.balance). Every run is kept in --out, and not made again. --vw-python names an interpreter that has
-vowpalwabbit and numpy, for its rivals, on the same features; its times include the parsing of text.
+As in Han et al. (2018), section 7.1, only the last layer is trained. For each method, the
+--finalists learning rates with the best validation accuracy after --search-epochs are trained for
+--epochs, and the best one is used, with --seeds different trees, initial weights and orders of
+rows. The table shows means and standard errors. Times are those of the long runs with the first
+seed, one after another on --threads threads; test time is the time to find the best class of all
+test rows. Coverage is the fraction of test targets among the candidates of the beam. "Edges as in
+the paper" means that edges are never balanced (BeamTreeLoss.balance). Finished runs are kept in
+--out and not repeated. --vw-python names an interpreter with vowpalwabbit and numpy, to measure its
+methods on the same features; its times include parsing text.
 """
 
 import argparse
@@ -43,7 +50,7 @@ WIDE = 40
 class Problem:
     name: str
     classes: int
-    x: dict[str, Tensor]  # of "train", "valid", "test": float32 [n, D]
+    x: dict[str, Tensor]  # for "train", "valid", "test": float32 [n, D]
     y: dict[str, Tensor]  # int64 [n]
 
     def fingerprint(self) -> int:
@@ -54,46 +61,63 @@ class Problem:
         return found
 
     def means(self) -> Tensor:
-        total = torch.zeros(self.classes, self.x["train"].shape[1]).index_add_(0, self.y["train"], self.x["train"])
-        return total / torch.bincount(self.y["train"], minlength=self.classes).clamp(min=1).unsqueeze(1)
+        total = torch.zeros(self.classes,
+                            self.x["train"].shape[1]).index_add_(0, self.y["train"],
+                                                                 self.x["train"])
+        return total / torch.bincount(self.y["train"],
+                                      minlength=self.classes).clamp(min=1).unsqueeze(1)
 
 
 def gaussians(classes: int, dim: int = 64, clusters: int = 100, seed: int = 0) -> Problem:
-    """Classes around the centres of clusters, rows around the centres of classes: 10 of each class to train, 1 to validate, 2 to test."""
+    """Generates classes around cluster centres, and rows around class centres: per class 10 for
+    training, 1 for validation, 2 for test."""
     random = torch.Generator().manual_seed(seed)
-    centres = torch.randn(clusters, dim, generator=random)[torch.randint(clusters, (classes,), generator=random)]
+    centres = torch.randn(clusters, dim,
+                          generator=random)[torch.randint(clusters, (classes,), generator=random)]
     centres = centres + 0.5 * torch.randn(classes, dim, generator=random)
     x, y = {}, {}
     for split, count in (("train", 10), ("valid", 1), ("test", 2)):
-        y[split] = torch.arange(classes).repeat(count)[torch.randperm(classes * count, generator=random)]
+        y[split] = torch.arange(classes).repeat(count)[torch.randperm(classes * count,
+                                                                      generator=random)]
         x[split] = centres[y[split]] + 0.9 * torch.randn(len(y[split]), dim, generator=random)
-    return Problem(f"{classes:,} Gaussians in {clusters} clusters, D {dim}, seed {seed}", classes, x, y)
+    return Problem(f"{classes:,} Gaussians in {clusters} clusters, D {dim}, seed {seed}", classes,
+                   x, y)
 
 
 def delicious(path: str, seed: int = 0) -> Problem:
-    """Of each document its rarest label; documents without one are left out. A tenth to validate, a fifth to test."""
+    """Uses the rarest label of each document as its class; documents without labels are skipped. A
+    tenth is for validation, a fifth for test."""
     documents = [found for found in read_delicious(Path(path)) if max(found, default=0) >= 500]
     labels = [[i - 500 for i in found if i >= 500] for found in documents]
     rows = [row for row, found in enumerate(documents) for i in found if i < 500]
     columns = [i for found in documents for i in found if i < 500]
     counts = torch.bincount(torch.tensor([label for found in labels for label in found]))
-    rarest = torch.tensor([min(found, key=lambda label: (int(counts[label]), label)) for found in labels])
+    rarest = torch.tensor(
+        [min(found, key=lambda label: (int(counts[label]), label)) for found in labels])
     known, target = rarest.unique(return_inverse=True)
     features = torch.zeros(len(documents), 500)
     features[rows, columns] = 1.0
     features /= features.norm(dim=1, keepdim=True).clamp(min=1e-12)
     n = len(documents)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    parts = {"valid": order[: n // 10], "test": order[n // 10 : n * 3 // 10], "train": order[n * 3 // 10 :]}
-    return Problem(f"Delicious, the rarest label, split with seed {seed}", len(known), {k: features[v] for k, v in parts.items()},
-                   {k: target[v] for k, v in parts.items()})
+    parts = {
+        "valid": order[:n // 10], "test": order[n // 10:n * 3 // 10], "train": order[n * 3 // 10:]
+    }
+    return Problem(f"Delicious, the rarest label, split with seed {seed}", len(known),
+                   {k: features[v]
+                    for k, v in parts.items()}, {k: target[v]
+                                                 for k, v in parts.items()})
 
 
 def from_file(path: str) -> Problem:
     found = torch.load(path, weights_only=True)
-    scale = found["train"]["x"].norm(dim=1).mean()  # rows of a norm about 1, as the others
+    scale = found["train"]["x"].norm(dim=1).mean()  # norms of about 1, as in the other problems
     classes = 1 + max(int(part["y"].max()) for part in found.values())
-    return Problem(Path(path).name, classes, {k: part["x"] / scale for k, part in found.items()}, {k: part["y"] for k, part in found.items()})
+    return Problem(
+        Path(path).name, classes, {k: part["x"] / scale
+                                   for k, part in found.items()},
+        {k: part["y"]
+         for k, part in found.items()})
 
 
 def methods(problem: Problem, seed: int = 0) -> dict[str, Callable[[], torch.nn.Module]]:
@@ -101,29 +125,37 @@ def methods(problem: Problem, seed: int = 0) -> dict[str, Callable[[], torch.nn.
     counts = torch.bincount(problem.y["train"], minlength=classes).clamp(min=1)
 
     def tree() -> xs.LabelTree:
-        return xs.LabelTree.from_vectors(problem.means(), 10, generator=torch.Generator().manual_seed(seed))
+        return xs.LabelTree.from_vectors(problem.means(), 10,
+                                         generator=torch.Generator().manual_seed(seed))
 
     def rival(estimator: str) -> xs.SampledSoftmaxLoss:
-        return xs.SampledSoftmaxLoss(dim, classes, sampler=xs.samplers.UnigramSampler(counts, 10, power=1.0, shared=False),
-                                     estimator=estimator, bias=True)
+        return xs.SampledSoftmaxLoss(
+            dim, classes, sampler=xs.samplers.UnigramSampler(counts, 10, power=1.0, shared=False),
+            estimator=estimator, bias=True)
 
     found = {"softmax": lambda: xs.LinearCrossEntropyLoss(dim, classes, bias=True)}
     for candidates in (1, 5, 9):
         for name, every in (("", None), (", edges as in the paper", 0)):
-            found[f"CANE {candidates}v{10 - candidates}{name}"] = lambda c=candidates, every=every: xs.BeamTreeLoss(
+            method = f"CANE {candidates}v{10 - candidates}{name}"
+            found[method] = lambda c=candidates, every=every: xs.BeamTreeLoss(
                 dim, tree(), num_candidates=c, num_noises=10 - c, balance_every=every, bias=True)
-    found[f"CANE 9v1, beam of {WIDE}"] = lambda: xs.BeamTreeLoss(dim, tree(), num_candidates=9, num_noises=1, beam=WIDE, bias=True)
-    found |= {"NCE-10": lambda: rival("nce"), "BlackOut-10": lambda: rival("blackout"),
-              "hierarchical softmax": lambda: xs.HierarchicalSoftmaxLoss(dim, tree(), bias=True)}
+    found[f"CANE 9v1, beam of {WIDE}"] = lambda: xs.BeamTreeLoss(dim, tree(), num_candidates=9,
+                                                                 num_noises=1, beam=WIDE, bias=True)
+    found |= {
+        "NCE-10": lambda: rival("nce"), "BlackOut-10": lambda: rival("blackout"),
+        "hierarchical softmax": lambda: xs.HierarchicalSoftmaxLoss(dim, tree(), bias=True)
+    }
     return found
 
 
-def fit(problem: Problem, make: Callable[[], torch.nn.Module], lr: float, epochs: int, seed: int = 0) -> dict:
-    """Figures of one run: the learning rate falls to 0 along a cosine."""
+def fit(problem: Problem, make: Callable[[], torch.nn.Module], lr: float, epochs: int,
+        seed: int = 0) -> dict:
+    """Returns the results of one run, with a cosine learning rate schedule."""
     torch.manual_seed(seed)
     loss = make()
     if isinstance(loss, xs.SampledSoftmaxLoss):
-        torch.nn.init.zeros_(loss.linear.weight)  # NCE with log Z = 0 begins where all classes are alike
+        # start NCE with log Z = 0 at a uniform distribution
+        torch.nn.init.zeros_(loss.linear.weight)
         torch.nn.init.constant_(loss.linear.bias, -math.log(problem.classes))
     optimizer = xs.optim.RowAdam(loss.parameters(), lr=lr)
     x, y, steps, seconds, curve = problem.x["train"], problem.y["train"], 0, 0.0, []
@@ -131,7 +163,7 @@ def fit(problem: Problem, make: Callable[[], torch.nn.Module], lr: float, epochs
     for _ in range(epochs):
         loss.train()
         start = time.perf_counter()
-        for some in torch.randperm(len(y)).split(BATCH)[: len(y) // BATCH]:
+        for some in torch.randperm(len(y)).split(BATCH)[:len(y) // BATCH]:
             optimizer.param_groups[0]["lr"] = lr * (0.5 + 0.5 * math.cos(math.pi * steps / total))
             optimizer.zero_grad(set_to_none=True)
             loss(x[some], y[some]).backward()
@@ -140,38 +172,50 @@ def fit(problem: Problem, make: Callable[[], torch.nn.Module], lr: float, epochs
         seconds += time.perf_counter() - start
         curve.append(accuracy(loss, problem, "valid")[0])
     top1, top5, test_seconds = accuracy(loss, problem, "test")
-    figures = {"valid": curve[-1], "test": top1, "top5": top5, "train_seconds": seconds, "test_seconds": test_seconds, "curve": curve}
+    figures = {
+        "valid": curve[-1], "test": top1, "top5": top5, "train_seconds": seconds,
+        "test_seconds": test_seconds, "curve": curve
+    }
     if isinstance(loss, xs.BeamTreeLoss):
-        figures["coverage"] = xs.metrics.coverage(loss.candidates(problem.x["test"]), problem.y["test"])
+        figures["coverage"] = xs.metrics.coverage(loss.candidates(problem.x["test"]),
+                                                  problem.y["test"])
     return figures
 
 
 @torch.no_grad()
 def accuracy(loss: torch.nn.Module, problem: Problem, split: str) -> tuple[float, float, float]:
-    """Of the best class, of the best five; and the seconds that finding the best took."""
+    """Returns top-1 accuracy, top-5 accuracy, and the seconds to find the best classes."""
     loss.eval()
     start = time.perf_counter()
     best = torch.cat([loss.predict(part) for part in problem.x[split].split(1000)])
     seconds = time.perf_counter() - start
-    five = torch.cat([loss.topk(part, min(5, problem.classes))[1] for part in problem.x[split].split(1000)])
+    five = torch.cat(
+        [loss.topk(part, min(5, problem.classes))[1] for part in problem.x[split].split(1000)])
     target = problem.y[split]
-    return (best == target).double().mean().item(), (five == target.unsqueeze(1)).any(1).double().mean().item(), seconds
+    return (best == target).double().mean().item(), (
+        five == target.unsqueeze(1)).any(1).double().mean().item(), seconds
 
 
-VOWPAL = {"VW recall tree": "--recall_tree {classes}", "VW LOMTree": "--log_multi {classes}", "VW filter tree": "--ect {classes}"}
+VOWPAL = {
+    "VW recall tree": "--recall_tree {classes}", "VW LOMTree": "--log_multi {classes}",
+    "VW filter tree": "--ect {classes}"
+}
 VOWPAL_PROGRAM = """
 import json, sys, time, numpy
 from vowpalwabbit import Workspace
 path, options, lr, epochs = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
 found = numpy.load(path)
-vw = Workspace(f"{options} --quiet -l {lr} --power_t 0.25 --loss_function logistic -b 22", enable_logging=False)
+vw = Workspace(f"{options} --quiet -l {lr} --power_t 0.25 --loss_function logistic -b 22",
+               enable_logging=False)
 def lines(split):
     for row, label in zip(found[split + "_x"], found[split + "_y"].tolist()):
         used = row.nonzero()[0]
-        yield f"{label + 1} | " + " ".join(f"{i}:{v:.4g}" for i, v in zip(used.tolist(), row[used].tolist()))
+        pairs = zip(used.tolist(), row[used].tolist())
+        yield f"{label + 1} | " + " ".join(f"{i}:{v:.4g}" for i, v in pairs)
 text = {split: list(lines(split)) for split in ("train", "valid", "test")}
 def accuracy(split):
-    hits = sum(vw.predict(line) == label + 1 for line, label in zip(text[split], found[split + "_y"].tolist()))
+    labels = found[split + "_y"].tolist()
+    hits = sum(vw.predict(line) == label + 1 for line, label in zip(text[split], labels))
     return hits / len(text[split])
 start = time.perf_counter()
 for _ in range(epochs):
@@ -181,19 +225,31 @@ seconds = time.perf_counter() - start
 valid = accuracy("valid")
 start = time.perf_counter()
 test = accuracy("test")
-print(json.dumps({"valid": valid, "test": test, "train_seconds": seconds, "test_seconds": time.perf_counter() - start}))
+print(json.dumps({"valid": valid, "test": test, "train_seconds": seconds,
+                  "test_seconds": time.perf_counter() - start}))
 """
 
 
 def vowpal(problem: Problem, python: str, options: str, lr: float, epochs: int, out: Path) -> dict:
     file = out / "problem.npz"
     if not file.is_file():
-        numpy.savez(file, **{f"{split}_{part}": tensor.numpy() for split in problem.x
-                             for part, tensor in (("x", problem.x[split]), ("y", problem.y[split]))})
-    command = [python, "-c", VOWPAL_PROGRAM, str(file), options.format(classes=problem.classes), str(lr), str(epochs)]
+        numpy.savez(
+            file, **{
+                f"{split}_{part}": tensor.numpy()
+                for split in problem.x
+                for part, tensor in (("x", problem.x[split]), ("y", problem.y[split]))
+            })
+    command = [
+        python, "-c", VOWPAL_PROGRAM,
+        str(file),
+        options.format(classes=problem.classes),
+        str(lr),
+        str(epochs)
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command[:1] + command[3:])}: exit {done.returncode}\n{done.stderr[-2000:]}")
+        raise SystemExit(f"{' '.join(command[:1] + command[3:])}: exit "
+                         f"{done.returncode}\n{done.stderr[-2000:]}")
     return json.loads(done.stdout)
 
 
@@ -204,7 +260,9 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    axes.set_prop_cycle(plt.cycler(linestyle=["-", "--"]) * plt.cycler(color=plt.get_cmap("tab10").colors))  # 20 lines look different
+    # 20 distinguishable line styles
+    axes.set_prop_cycle(
+        plt.cycler(linestyle=["-", "--"]) * plt.cycler(color=plt.get_cmap("tab10").colors))
     for row in rows:
         if "curve" in row:
             axes.plot(range(1, len(row["curve"]) + 1), row["curve"], label=row["method"])
@@ -216,7 +274,8 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--features", metavar="FILE")
     source.add_argument("--gaussians", metavar="CLASSES", type=int)
@@ -224,9 +283,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--search-epochs", type=int, default=3)
-    parser.add_argument("--lr", type=float, nargs="+", default=[0.003, 0.01, 0.03, 0.1], help="to choose from (default: %(default)s)")
-    parser.add_argument("--finalists", type=int, default=2, help="learning rates that are trained for --epochs (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=1, help="long runs of each method, but for Vowpal Wabbit's (default: %(default)s)")
+    parser.add_argument("--lr", type=float, nargs="+", default=[0.003, 0.01, 0.03, 0.1],
+                        help="learning rates to choose from (default: %(default)s)")
+    parser.add_argument(
+        "--finalists", type=int, default=2, help="number of learning rates that are trained "
+        "for --epochs (default: "
+        "%(default)s)")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="number of long runs of each method, except "
+        "Vowpal Wabbit's (default: "
+        "%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="METHOD")
     parser.add_argument("--vw-python")
     parser.add_argument("--vw-lr", type=float, nargs="+", default=[0.1, 0.5, 2.0])
@@ -237,15 +303,20 @@ def main() -> None:
     if args.seeds < 1:
         parser.error(f"--seeds: expected at least 1, got {args.seeds}")
     torch.set_num_threads(args.threads)
-    problem = gaussians(args.gaussians) if args.gaussians else delicious(args.delicious) if args.delicious else from_file(args.features)
+    problem = gaussians(args.gaussians) if args.gaussians else delicious(
+        args.delicious) if args.delicious else from_file(args.features)
     args.out.mkdir(parents=True, exist_ok=True)
-    about = json.dumps({"problem": problem.fingerprint(), "threads": args.threads, "vw passes": args.vw_epochs})
+    about = json.dumps(
+        {"problem": problem.fingerprint(), "threads": args.threads, "vw passes": args.vw_epochs})
     if (args.out / "problem.json").is_file() and (args.out / "problem.json").read_text() != about:
-        parser.error(f"--out: {args.out} holds runs of another problem, or with other --threads or --vw-epochs")
+        parser.error(f"--out: {args.out} holds runs of another problem, or with other --threads or "
+                     "--vw-epochs")
     (args.out / "problem.json").write_text(about)
 
     def train(name: str, lr: float, epochs: int, seed: int = 0) -> dict:
-        file = args.out / (f"{name} lr {lr:g} epochs {epochs}" + (f" seed {seed}" if seed else "") + ".json").replace(",", "").replace(" ", "-")
+        file = args.out / (f"{name} lr {lr:g} epochs {epochs}" +
+                           (f" seed {seed}" if seed else "") + ".json").replace(",", "").replace(
+                               " ", "-")
         if not file.is_file():
             if name in VOWPAL:
                 found = vowpal(problem, args.vw_python, VOWPAL[name], lr, epochs, args.out)
@@ -259,31 +330,51 @@ def main() -> None:
         known |= VOWPAL
     unknown = set(args.only or []) - set(known)
     if unknown:
-        parser.error(f"--only: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+        parser.error(f"--only: expected some of {', '.join(known)}, got "
+                     f"{', '.join(sorted(unknown))}")
     rows = []
     for name in args.only or known:
-        rates, epochs, seeds = (args.vw_lr, args.vw_epochs, 1) if name in VOWPAL else (args.lr, args.epochs, args.seeds)
+        rates, epochs, seeds = (args.vw_lr, args.vw_epochs,
+                                1) if name in VOWPAL else (args.lr, args.epochs, args.seeds)
         searched = {lr: train(name, lr, args.search_epochs) for lr in rates}
-        found = {lr: train(name, lr, epochs) for lr in sorted(rates, key=lambda rate: -searched[rate]["valid"])[: args.finalists]}
+        found = {
+            lr: train(name, lr, epochs)
+            for lr in sorted(rates, key=lambda rate: -searched[rate]["valid"])[:args.finalists]
+        }
         lr = max(found, key=lambda rate: found[rate]["valid"])
         several = [train(name, lr, epochs, seed) for seed in range(seeds)]
         rows.append({"method": name, "learning rate": f"{lr:g}"} | found[lr]
-                    | {part: [run[part] for run in several] for part in ("test", "top5", "coverage") if part in found[lr]})
+                    | {
+                        part: [run[part] for run in several]
+                        for part in ("test", "top5", "coverage") if part in found[lr]
+                    })
     if any("curve" in row for row in rows):
         plot(rows, args.out / "accuracy.png", problem.name)
 
-    sizes = ", ".join(f"{len(problem.y[split]):,} rows to {verb}" for split, verb in (("train", "train"), ("valid", "validate"), ("test", "test")))
+    sizes = ", ".join(f"{len(problem.y[split]):,} rows to {verb}"
+                      for split, verb in (("train", "train"), ("valid", "validate"), ("test",
+                                                                                      "test")))
 
     def percent(row: dict, part: str) -> str:
-        return mean_and_error([100 * share for share in row[part]], decimals=2) if part in row else ""
+        return mean_and_error([100 * share
+                               for share in row[part]], decimals=2) if part in row else ""
 
-    texts = [row | {"accuracy %": percent(row, "test"), "top-5 %": percent(row, "top5"), "coverage %": percent(row, "coverage"),
-                "training": f"{row['train_seconds']:.1f} s", "test": f"{row['test_seconds']:.2f} s"} for row in rows]
+    texts = [
+        row | {
+            "accuracy %": percent(row, "test"), "top-5 %": percent(
+                row, "top5"), "coverage %": percent(row, "coverage"),
+            "training": f"{row['train_seconds']:.1f} s", "test": f"{row['test_seconds']:.2f} s"
+        } for row in rows
+    ]
     title = f"{problem.name}: {problem.classes:,} classes, D {problem.x['train'].shape[1]}, {sizes}"
-    report(args, __doc__, question="How good are classifiers whose cost does not grow with the number of classes?",
-           against="the softmax over all classes; NCE and BlackOut; trees of Vowpal Wabbit",
-           tables=[table(texts, title, ["method", "learning rate", "accuracy %", "top-5 %", "coverage %", "training", "test"])],
-           problem=problem.name, rows=rows)
+    report(
+        args, __doc__, question="How good are classifiers whose cost does not grow with the "
+        "number of classes?",
+        against="the softmax over all classes; NCE and BlackOut; trees of Vowpal Wabbit", tables=[
+            table(texts, title, [
+                "method", "learning rate", "accuracy %", "top-5 %", "coverage %", "training", "test"
+            ])
+        ], problem=problem.name, rows=rows)
 
 
 if __name__ == "__main__":

@@ -3,31 +3,31 @@
     python benchmarks/cuda.py [--only tests,shared,...] [--without tests] [--minutes 8.5]
                               [--output cuda.json] [--json [FILE]] [--device cuda] [--tiny]
 
-The tests come first, then the figures, as a table and JSON. A CUDA build of torch and of xsoftmax
-is needed. Each part (cuda_figures/) runs in a process of its own. Parts that failed, rivals that
-are not installed and parts without time left are rows with the reason. `--device cpu --tiny` runs
-every part on small shapes, to try the program.
+Tests run first, followed by the measurements, which are printed as a table and as JSON. This
+requires CUDA builds of torch and xsoftmax. Each part (cuda_figures/) runs in its own process.
+Failed parts, rivals that are not installed and parts without time left are rows with the reason.
+`--device cpu --tiny` runs every part on small shapes, to test the program itself.
 
-Times are medians, by CUDA events, of runs that take turns. The time of a step begins with an idle
+Times are medians, by CUDA events, of interleaved runs. The time of a step begins with an idle
 device and includes all work of the host. Host time is the time until the call returns. Launches are
-kernels, copies and fills that torch.profiler counts. The time of a kernel is taken behind a write
-of 1 GiB, which empties the cache and lets the host run ahead. Bytes are those that must move at
-least, as a share of the bandwidth by the data sheet and of that of a copy measured on the device.
+the kernels, copies and fills counted by torch.profiler. A kernel is measured after a write of 1
+GiB, which empties the cache and lets the host run ahead. Bytes are the smallest possible memory
+traffic, as a fraction of the bandwidth in the data sheet and of that of a copy measured on the
+device.
 
-Rivals: a good PyTorch user's code (output_layer.py) with torch.optim.SparseAdam, the same under
-torch.compile and as a CUDA graph; the method of Partial FC; and, if they are installed,
+Rivals: a good PyTorch user's code (output_layer.py) with torch.optim.SparseAdam, also with
+torch.compile and as a CUDA graph; the method of Partial FC; and, if installed,
 torch.nn.LinearCrossEntropyLoss, Liger, Cut Cross-Entropy and FBGEMM's table-batched embeddings.
 
-The language model, a GPT on the text of Python's standard library (`--text` names another), trains
-for the same time with each output layer. The JSON has its validation loss against time, which
-loss_against_time.py draws.
+The language model, a GPT on the text of Python's standard library (or `--text`), is trained for
+the same time with each output layer. The JSON contains its validation loss against time, which
+loss_against_time.py plots.
 """
 
 import os
 import sys
 
-# torch looks for NVIDIA's package of the name cuda, which must neither find this file nor be hidden
-# by it.
+# torch imports NVIDIA's package `cuda`, which must not be confused with this file.
 if __name__ != "__main__":
     raise ImportError("benchmarks/cuda.py is a program, and no package")
 FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -64,9 +64,11 @@ def no_device(name: str) -> str:
 
 def about(args: argparse.Namespace) -> dict:
     cuda = args.device.startswith("cuda") and torch.cuda.is_available()
-    return {"device": torch.cuda.get_device_name() if cuda else args.device,
-            "torch": torch.__version__, "cuda": torch.version.cuda, "small shapes": args.tiny,
-            "CUDA kernels": HAS_KERNELS, "xsoftmax": getattr(xs, "__version__", "")}
+    return {
+        "device": torch.cuda.get_device_name() if cuda else args.device, "torch": torch.__version__,
+        "cuda": torch.version.cuda, "small shapes": args.tiny, "CUDA kernels": HAS_KERNELS,
+        "xsoftmax": getattr(xs, "__version__", "")
+    }
 
 
 def parse() -> argparse.Namespace:
@@ -78,10 +80,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated: %(default)s")
     parser.add_argument("--without", default="", help="parts to leave out, comma-separated")
     parser.add_argument("--minutes", type=float, default=8.5,
-                        help="parts begin as long as time is left (%(default)s)")
+                        help="no part starts after this time (%(default)s)")
     parser.add_argument("--text", help="file or folder of texts for the language model")
     parser.add_argument("--output", type=Path,
-                        help="all rows as JSON; without it they are printed after the table")
+                        help="file for all rows as JSON; default: print them after the table")
     add_json(parser)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--part-seconds", type=float, default=120, help=argparse.SUPPRESS)
@@ -92,7 +94,7 @@ def parse() -> argparse.Namespace:
                 parser.error(f"--{option}: expected names out of {', '.join(PARTS)}, got {name!r}")
     if not args.minutes >= 0:
         parser.error(f"--minutes: expected at least 0, got {args.minutes}")
-    for option in ("output", "json"):  # minutes would be lost if the end could not write it
+    for option in ("output", "json"):  # check now, because the results take minutes
         path = getattr(args, option)
         if path and path != "-":
             try:
@@ -104,10 +106,12 @@ def parse() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, found: dict) -> list:
-    """Returns the rows of all parts. --output has at all times those that are known."""
+    """Returns the rows of all parts. --output is updated after each part."""
     begin, rows, why = time.monotonic(), [], no_device(args.device)
-    options = ["--device", args.device, *(["--tiny"] if args.tiny else []),
-               *(["--text", args.text] if args.text else [])]
+    options = [
+        "--device", args.device, *(["--tiny"] if args.tiny else []),
+        *(["--text", args.text] if args.text else [])
+    ]
     for name in args.only.split(","):
         if name in args.without.split(","):
             continue
@@ -121,27 +125,30 @@ def measure(args: argparse.Namespace, found: dict) -> list:
 
 
 def texts_of(rows: list) -> list:
-    """Rows as texts, for tables."""
-    return [{"part": row["part"], "figure": row["figure"],
-             "value": "" if row["value"] is None else f"{row['value']:.4g} {row['unit']}".strip(),
-             "aim": row["aim"] or "", "detail": row["detail"]} for row in rows]
+    """Formats rows as texts, for tables."""
+    return [{
+        "part": row["part"], "figure": row["figure"],
+        "value": "" if row["value"] is None else f"{row['value']:.4g} {row['unit']}".strip(),
+        "aim": row["aim"] or "", "detail": row["detail"]
+    } for row in rows]
 
 
 def tables_of(rows: list) -> list:
-    """Returns a table for each part that measured something."""
+    """Returns one table for each part with measurements."""
     measured = [row for row in texts_of(rows) if row["value"]]
-    return [table([row for row in measured if row["part"] == part], part,
-                  ["figure", "value", "detail"])
-            for part in dict.fromkeys(row["part"] for row in measured)]
+    return [
+        table([row for row in measured if row["part"] == part], part, ["figure", "value", "detail"])
+        for part in dict.fromkeys(row["part"] for row in measured)
+    ]
 
 
 def write_record(args: argparse.Namespace, found: dict, rows: list) -> None:
-    """Writes a record for docs/benchmarks, from which a page is made."""
-    report(args, __doc__, question="What does a step cost on a GPU?",
-           against=f"PyTorch {torch.__version__}: eager, under torch.compile, as CUDA graphs",
-           tables=tables_of(rows), rows=rows,
-           machine=machine() | {"cores": os.cpu_count(), "gpu": found["device"],
-                                "cuda": found["cuda"] or "none"})
+    """Writes a record for docs/benchmarks, from which a page is generated."""
+    report(
+        args, __doc__, question="What does a step cost on a GPU?",
+        against=f"PyTorch {torch.__version__}: eager, under torch.compile, as CUDA graphs",
+        tables=tables_of(rows), rows=rows, machine=machine()
+        | {"cores": os.cpu_count(), "gpu": found["device"], "cuda": found["cuda"] or "none"})
 
 
 def main() -> None:
@@ -154,11 +161,12 @@ def main() -> None:
     rows = measure(args, found)
     if args.json != "-":
         print_table(texts_of(rows), ["part", "figure", "value", "aim", "detail"])
-    if args.json:
+    measured = any(row["value"] is not None for row in rows)
+    if args.json and measured:  # a record of earlier figures stays as it is
         write_record(args, found, rows)
     elif not args.output:
         print("\n" + json.dumps({"about": found, "rows": rows}))
-    if all(row["value"] is None for row in rows):
+    if not measured:
         why = rows[0]["detail"] if rows else "no part was named"
         sys.exit(f"cuda.py: nothing was measured: {why}")
 

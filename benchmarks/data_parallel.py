@@ -1,15 +1,22 @@
-"""What a training step costs on several ranks with a class table: whole on every rank (xs.distributed.replicate) or split over them
-(xs.distributed.shard_classes), against a dense gradient reduced by DistributedDataParallel, and against Partial FC v2.
+"""Measures a training step with a class table on several ranks: replicated on every rank
+(xs.distributed.replicate) or split over them (xs.distributed.shard_classes), compared with a dense
+gradient reduced by DistributedDataParallel, and with Partial FC v2.
 
-    python benchmarks/data_parallel.py [--classes 100000 1000000] [--kinds whole,split,dense] [--ranks 2] [--queries 256] [--width 128] [--json [FILE]]
-    python benchmarks/data_parallel.py --classes 1000000 --kinds split,dense,partial_fc,partial_fc_sgd
-    python benchmarks/data_parallel.py --classes 1000000 10000000 --kinds split --width 64       # how a step grows with the number of classes
+    python benchmarks/data_parallel.py [--classes 100000 1000000] [--kinds whole,split,dense]
+                                       [--ranks 2] [--queries 256] [--width 128] [--json [FILE]]
+    python benchmarks/data_parallel.py --classes 1000000 \\
+        --kinds split,dense,partial_fc,partial_fc_sgd
+    # how the cost of a step grows with the number of classes
+    python benchmarks/data_parallel.py --classes 1000000 10000000 --kinds split --width 64
 
-"split" is exchange="auto" of shard_classes; "queries" and "rows" are its exchanges. A step is an encoder of one layer, the sampled loss (512 classes shared by
-the batch), backward with the exchange, and the optimizer: RowAdam, and fused Adam beside a dense gradient. Partial FC trains on a tenth of its classes a step,
-without the margin and the norms of face recognition; its optimizer is fused Adam, or with _sgd the fused SGD with momentum of its authors' recipe. Ranks are
-processes of one thread on this machine, over gloo. All kinds and numbers of classes take turns: their tables are in memory at once. Times are medians, ratios
-are medians of the ratios of turns.
+"split" uses exchange="auto" of shard_classes; "queries" and "rows" are its two exchanges. A step
+consists of an encoder with one layer, the sampled loss (512 classes shared by the batch), the
+backward pass with the exchange, and the optimizer: RowAdam, or fused Adam for a dense gradient.
+Partial FC trains on a tenth of its classes per step, without the margin and the normalisation of
+face recognition; its optimizer is fused Adam, or with _sgd the fused SGD with momentum of its
+authors. Ranks are processes with one thread on this machine, connected by gloo. All kinds and
+numbers of classes are interleaved, so their tables are in memory at once. Times are medians; ratios
+are medians of the ratios of each turn.
 """
 
 import argparse
@@ -41,8 +48,9 @@ class Model(nn.Module):
 
 
 class PartialFC(nn.Module):
-    """Partial FC v2 (An et al., "Killing Two Birds with One Stone", CVPR 2022): each rank has N / W classes, and trains on the batch's targets among them
-    and on others of them at random, a fixed share in all. The gradient of its table is dense."""
+    """Partial FC v2 (An et al., "Killing Two Birds with One Stone", CVPR 2022). Each rank holds N /
+    W classes. It trains on the targets of the batch among them and on random other ones, a fixed
+    fraction in total. The gradient of its table is dense."""
 
     RATE = 0.1
 
@@ -58,22 +66,22 @@ class PartialFC(nn.Module):
         targets = gathered(target) - self.begin
         mine = ((targets >= 0) & (targets < len(self.weight))).nonzero().squeeze(1)
         chance = torch.rand(len(self.weight))
-        chance[targets[mine]] = 2.0  # more than any other has
+        chance[targets[mine]] = 2.0  # larger than all others
         chosen = chance.topk(self.drawn).indices.sort().values
         logits = queries @ self.weight[chosen].t()
         return CrossEntropyOverRanks.apply(logits, mine, torch.searchsorted(chosen, targets[mine]))
 
 
 def gathered(part: Tensor) -> Tensor:
-    """The rows of all ranks."""
+    """Gathers the rows of all ranks."""
     whole = part.new_empty(dist.get_world_size(), *part.shape)
     dist.all_gather(list(whole), part)
     return whole.flatten(0, 1)
 
 
 class Gather(torch.autograd.Function):
-    """Backward: the sum over ranks, times W, since data parallelism takes means."""
-
+    """Gathers rows. Backward sums over ranks and multiplies by W, because data parallelism averages
+    gradients."""
     @staticmethod
     def forward(ctx, input: Tensor) -> Tensor:
         return gathered(input)
@@ -86,8 +94,8 @@ class Gather(torch.autograd.Function):
 
 
 class CrossEntropyOverRanks(torch.autograd.Function):
-    """Mean cross entropy of logits whose columns are split over ranks; query `mine[i]` has its target in column `columns[i]` of this rank."""
-
+    """Mean cross entropy of logits whose columns are split over ranks. The target of query
+    `mine[i]` is column `columns[i]` of this rank."""
     @staticmethod
     def forward(ctx, logits: Tensor, mine: Tensor, columns: Tensor) -> Tensor:
         most = logits.amax(1, keepdim=True)
@@ -109,8 +117,13 @@ class CrossEntropyOverRanks(torch.autograd.Function):
         return probability.mul_(grad / len(probability)), None, None
 
 
-def sampled(args: argparse.Namespace, classes: int, prepare: Callable = lambda model: model, sparse_grad: bool = True) -> Model:
-    return prepare(Model(args.width, xs.SampledSoftmaxLoss(args.width, classes, sampler="log_uniform", num_samples=512, sparse_grad=sparse_grad)))
+def sampled(args: argparse.Namespace, classes: int, prepare: Callable = lambda model: model,
+            sparse_grad: bool = True) -> Model:
+    return prepare(
+        Model(
+            args.width,
+            xs.SampledSoftmaxLoss(args.width, classes, sampler="log_uniform", num_samples=512,
+                                  sparse_grad=sparse_grad)))
 
 
 def partial_fc(args: argparse.Namespace, classes: int) -> Model:
@@ -127,12 +140,19 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=5e-4, fused=True)
 
 
-# How a model is made and what trains it. What stands first is ours, and is compared with the others.
+# How to create a model, and its optimizer. Kinds that are not in RIVALS are compared with those
+# that are.
 KINDS = {
-    "whole": (lambda args, classes: sampled(args, classes, xs.distributed.replicate), xs.optim.RowAdam),
-    "split": (lambda args, classes: sampled(args, classes, xs.distributed.shard_classes), xs.optim.RowAdam),
-    "queries": (lambda args, classes: sampled(args, classes, functools.partial(xs.distributed.shard_classes, exchange="queries")), xs.optim.RowAdam),
-    "rows": (lambda args, classes: sampled(args, classes, functools.partial(xs.distributed.shard_classes, exchange="rows")), xs.optim.RowAdam),
+    "whole": (lambda args, classes: sampled(args, classes, xs.distributed.replicate),
+              xs.optim.RowAdam),
+    "split": (lambda args, classes: sampled(args, classes, xs.distributed.shard_classes),
+              xs.optim.RowAdam),
+    "queries": (lambda args, classes: sampled(
+        args, classes, functools.partial(xs.distributed.shard_classes, exchange="queries")),
+                xs.optim.RowAdam),
+    "rows": (lambda args, classes: sampled(
+        args, classes, functools.partial(xs.distributed.shard_classes, exchange="rows")),
+             xs.optim.RowAdam),
     "dense": (lambda args, classes: sampled(args, classes, sparse_grad=False), adam),
     "partial_fc": (partial_fc, adam),
     "partial_fc_sgd": (partial_fc, sgd),
@@ -150,7 +170,8 @@ def make_step(kind: str, args: argparse.Namespace, classes: int):
 
     def step():
         optimizer.zero_grad()
-        parallel(torch.randn(args.queries, args.width), torch.randint(classes, (args.queries,))).backward()
+        parallel(torch.randn(args.queries, args.width), torch.randint(classes,
+                                                                      (args.queries,))).backward()
         optimizer.step()
 
     return step
@@ -159,45 +180,68 @@ def make_step(kind: str, args: argparse.Namespace, classes: int):
 def work(rank: int, args: argparse.Namespace, file: str, results) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=args.ranks)
-    seconds = turns({(kind, classes): make_step(kind, args, classes) for classes in args.classes for kind in args.kinds}, args.repeats, warmup=2)
+    seconds = turns(
+        {(kind, classes): make_step(kind, args, classes)
+         for classes in args.classes
+         for kind in args.kinds}, args.repeats, warmup=2)
     if rank == 0:
         results.put(seconds)
-    gc.collect()  # DistributedDataParallel refers to itself, and to the group
+    gc.collect()  # DistributedDataParallel is in a reference cycle and refers to the group
     dist.destroy_process_group()
 
 
 def ratios(seconds: dict, args: argparse.Namespace) -> list[dict]:
-    """Each of ours to each rival of as many classes, and to itself with the fewest classes."""
-    pairs = [(f"{ours} / {rival}, N {classes:,}", (ours, classes), (rival, classes)) for classes in args.classes for rival in args.kinds if rival in RIVALS
+    """Returns the ratios of each of our kinds to each rival with the same number of classes, and of
+    each kind to itself with the fewest classes."""
+    pairs = [(f"{ours} / {rival}, N {classes:,}", (ours, classes), (rival, classes))
+             for classes in args.classes for rival in args.kinds if rival in RIVALS
              for ours in args.kinds if ours not in RIVALS]
-    pairs += [(f"{kind}, N {classes:,} / {args.classes[0]:,}", (kind, classes), (kind, args.classes[0])) for classes in args.classes[1:] for kind in args.kinds]
-    return [{"figure": figure, "value": statistics.median(a / b for a, b in zip(seconds[ours], seconds[other]))} for figure, ours, other in pairs]
+    pairs += [(f"{kind}, N {classes:,} / {args.classes[0]:,}", (kind, classes),
+               (kind, args.classes[0])) for classes in args.classes[1:] for kind in args.kinds]
+    return [{
+        "figure": figure, "value": statistics.median(a / b
+                                                     for a, b in zip(seconds[ours], seconds[other]))
+    } for figure, ours, other in pairs]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", type=int, nargs="+", default=[100_000, 1_000_000])
-    parser.add_argument("--kinds", default="whole,split,dense", help=f"out of {','.join(KINDS)} (default: %(default)s)")
+    parser.add_argument("--kinds", default="whole,split,dense", help=f"out of {','.join(KINDS)} "
+                        "(default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--queries", type=int, default=256, help="of a rank")
+    parser.add_argument("--queries", type=int, default=256, help="queries per rank")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=11)
     add_json(parser)
     args = parser.parse_args()
     args.kinds = args.kinds.split(",")
     if not set(args.kinds) <= set(KINDS):
-        parser.error(f"--kinds: expected names out of {', '.join(KINDS)}, got {','.join(args.kinds)}")
+        parser.error(f"--kinds: expected names out of {', '.join(KINDS)}, got "
+                     f"{','.join(args.kinds)}")
     torch.set_num_threads(1)
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(work, (args, f"{folder}/group", results), nprocs=args.ranks, start_method="spawn")
+        mp.start_processes(work, (args, f"{folder}/group", results), nprocs=args.ranks,
+                           start_method="spawn")
     seconds = results.get()
-    rows = [{"classes": classes, **{kind: statistics.median(seconds[kind, classes]) for kind in args.kinds}} for classes in args.classes]
+    rows = [{
+        "classes": classes,
+        **{kind: statistics.median(seconds[kind, classes])
+           for kind in args.kinds}
+    } for classes in args.classes]
     figures = ratios(seconds, args)
-    times = table([{"classes": f"{row['classes']:,}", **{f"{kind}, ms": f"{1e3 * row[kind]:.1f}" for kind in args.kinds}} for row in rows])
-    report(args, __doc__, question="What does a training step cost on several ranks?",
-           against="a dense gradient under DistributedDataParallel with fused Adam; the method of Partial FC v2 in PyTorch",
-           tables=[times, figures_table(figures)] if figures else [times], ranks=args.ranks, seconds=rows, figures=figures)
+    times = table([{
+        "classes": f"{row['classes']:,}",
+        **{f"{kind}, ms": f"{1e3 * row[kind]:.1f}"
+           for kind in args.kinds}
+    } for row in rows])
+    report(
+        args, __doc__, question="What does a training step cost on several ranks?",
+        against="a dense gradient under DistributedDataParallel with fused Adam; the method of "
+        "Partial FC v2 in PyTorch", tables=[times, figures_table(figures)] if figures else [times],
+        ranks=args.ranks, seconds=rows, figures=figures)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Sets of extreme multi-label data, made once into a folder: {name}.{train,test}.{x,y}.npz and, for who reads text, {name}.train.txt."""
+"""Data sets for extreme multi-label classification. Each is written once to a folder, as
+{name}.{train,test}.{x,y}.npz, and as {name}.train.txt for libraries that read text."""
 
 import re
 import tarfile
@@ -10,18 +11,23 @@ import scipy.sparse as sp
 
 from xsoftmax.label_vectors import unit_rows
 
-# Of the published sets: examples to train, to test, features, labels, labels an example, features an example; Amazon-670K a tenth of it.
-SHAPES = {"eurlex-4k-like": (15449, 3865, 186104, 3956, 5.3, 236), "wiki10-31k-like": (14146, 6616, 101938, 30938, 18.6, 673),
-          "amazon-670k-like": (49045, 15302, 13591, 67009, 5.45, 75)}
+# Sizes of published sets (Amazon-670K scaled to a tenth): training examples, test examples,
+# features, labels, labels per example, features per example.
+SHAPES = {
+    "eurlex-4k-like": (15449, 3865, 186104, 3956, 5.3, 236),
+    "wiki10-31k-like": (14146, 6616, 101938, 30938, 18.6, 673),
+    "amazon-670k-like": (49045, 15302, 13591, 67009, 5.45, 75)
+}
 
 
 def make(name: str, source: str | None, folder: Path, seed: int = 0) -> None:
-    """Unless it is there. source: the file or folder of a real set; a generated one has none."""
+    """Writes a data set unless it exists. `source` is the file or folder of a real one; None for a
+    generated one."""
     if (folder / f"{name}.train.txt").is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    parts = generated(*SHAPES[name], seed) if name in SHAPES else split(*{"delicious": delicious, "gowalla": gowalla, "novels": novels}[name](
-        Path(source)), seed)
+    parts = generated(*SHAPES[name], seed) if name in SHAPES else split(
+        *{"delicious": delicious, "gowalla": gowalla, "novels": novels}[name](Path(source)), seed)
     for part, (X, Y) in parts.items():
         for what, matrix in (("x", X), ("y", Y)):
             matrix = matrix.tocsr().astype(np.float32)
@@ -48,10 +54,12 @@ def ones(rows, columns, shape):
 
 
 def read_delicious(path: Path) -> list[list[int]]:
-    """Of each document of Mulan's sparse ARFF the indices that are set: 500 binary features, then 983 labels."""
+    """Returns the set indices of each document of Mulan's sparse ARFF file: 500 binary features,
+    followed by 983 labels."""
     lines = [line.strip() for line in path.read_text().splitlines()]
     start = next(i for i, line in enumerate(lines) if line.lower() == "@data")
-    return [[int(pair.split()[0]) for pair in line.strip("{}").split(",") if pair.strip()] for line in lines[start:] if line.startswith("{")]
+    return [[int(pair.split()[0]) for pair in line.strip("{}").split(",") if pair.strip()]
+            for line in lines[start:] if line.startswith("{")]
 
 
 def delicious(path: Path):
@@ -62,10 +70,11 @@ def delicious(path: Path):
 
 
 def gowalla(folder: Path):
-    """A user's training items by tf-idf -> his test items."""
+    """Predicts a user's test items from tf-idf of their training items."""
     def pairs(name):
         lines = [list(map(int, line.split())) for line in (folder / name).read_text().splitlines()]
-        return [line[0] for line in lines for _ in line[1:]], [item for line in lines for item in line[1:]]
+        return [line[0] for line in lines
+                for _ in line[1:]], [item for line in lines for item in line[1:]]
 
     (users, items), (test_users, test_items) = pairs("train.txt"), pairs("test.txt")
     shape = max(*users, *test_users) + 1, max(*items, *test_items) + 1
@@ -76,39 +85,48 @@ def gowalla(folder: Path):
 
 
 def novels(path: Path):
-    """tf-idf of a window of 60 words -> the rare words (10 to 1,000 times in all) among the next 30."""
+    """Predicts the rare words (10 to 1,000 occurrences in total) among the next 30 words, from
+    tf-idf of a window of 60 words."""
     if path.is_dir():
         texts = [file.read_text(errors="ignore") for file in sorted(path.glob("*.txt"))]
     else:
         with tarfile.open(path) as archive:
-            members = sorted((m for m in archive if m.isfile() and m.name.endswith(".txt")), key=lambda m: m.name)
+            members = sorted((m for m in archive if m.isfile() and m.name.endswith(".txt")),
+                             key=lambda m: m.name)
             texts = [archive.extractfile(m).read().decode(errors="ignore") for m in members]
     texts = [re.findall(r"[a-z]+(?:'[a-z]+)?", text.lower()) for text in texts]
     seen = Counter(word for text in texts for word in text)
     feature = {word: i for i, (word, count) in enumerate(seen.most_common()) if count >= 5}
-    label = {word: i for i, word in enumerate(word for word, count in seen.items() if 10 <= count <= 1000)}
+    label = {
+        word: i
+        for i, word in enumerate(word for word, count in seen.items() if 10 <= count <= 1000)
+    }
     x_rows, x_columns, y_rows, y_columns, n = [], [], [], [], 0
     for text in texts:
         for start in range(0, len(text) - 90, 90):
-            labels = {label[word] for word in text[start + 60 : start + 90] if word in label}
+            labels = {label[word] for word in text[start + 60:start + 90] if word in label}
             if labels:
-                words = [feature[word] for word in text[start : start + 60] if word in feature]
+                words = [feature[word] for word in text[start:start + 60] if word in feature]
                 x_rows += [n] * len(words)
                 x_columns += words
                 y_rows += [n] * len(labels)
                 y_columns += labels
                 n += 1
-    return tf_idf(ones(x_rows, x_columns, (n, len(feature)))), ones(y_rows, y_columns, (n, len(label)))
+    return tf_idf(ones(x_rows, x_columns, (n, len(feature)))), ones(y_rows, y_columns,
+                                                                    (n, len(label)))
 
 
-def generated(train: int, test: int, features: int, labels: int, labels_each: float, features_each: int, seed: int) -> dict:
-    """Labels come with Zipf frequencies. Each has 30 features of its own, drawn by a Zipf law; half of an example's features are of its labels,
-    the others of all, by that law."""
+def generated(train: int, test: int, features: int, labels: int, labels_each: float,
+              features_each: int, seed: int) -> dict:
+    """Generates examples. Labels have Zipf frequencies. Each label has 30 features, drawn from a
+    Zipf distribution. Half of an example's features are those of its labels, the others are drawn
+    from the same distribution."""
     random = np.random.default_rng(seed)
 
     def zipf(size: int, draws):
-        weights = 1 / np.arange(1, size + 1) ** 0.9
-        return random.permutation(size)[np.minimum(np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(draws)), size - 1)]
+        weights = 1 / np.arange(1, size + 1)**0.9
+        return random.permutation(size)[np.minimum(
+            np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(draws)), size - 1)]
 
     own = zipf(features, (labels, 30))
     n = train + test
@@ -116,7 +134,8 @@ def generated(train: int, test: int, features: int, labels: int, labels_each: fl
     rows = np.repeat(np.arange(n), counts)
     Y = ones(rows, zipf(labels, counts.sum()), (n, labels))
     Y.data[:] = 1
-    mine = Y.indptr[:-1, None] + (random.random((n, features_each // 2)) * np.diff(Y.indptr)[:, None]).astype(int)
+    mine = Y.indptr[:-1, None] + (random.random(
+        (n, features_each // 2)) * np.diff(Y.indptr)[:, None]).astype(int)
     chosen = own[Y.indices[mine], random.integers(0, 30, mine.shape)]
     others = zipf(features, (n, features_each - features_each // 2))
     columns = np.hstack([chosen, others])
@@ -128,6 +147,7 @@ def write_text(X, Y, path: Path) -> None:
     with open(path, "w") as file:
         file.write(f"{X.shape[0]} {X.shape[1]} {Y.shape[1]}\n")
         for i in range(X.shape[0]):
-            x, y = slice(*X.indptr[i : i + 2]), slice(*Y.indptr[i : i + 2])
-            pairs = "".join(f" {j}:{v:.7g}" for j, v in zip(X.indices[x].tolist(), X.data[x].tolist()))
+            x, y = slice(*X.indptr[i:i + 2]), slice(*Y.indptr[i:i + 2])
+            pairs = "".join(f" {j}:{v:.7g}"
+                            for j, v in zip(X.indices[x].tolist(), X.data[x].tolist()))
             file.write(",".join(map(str, Y.indices[y].tolist())) + pairs + "\n")

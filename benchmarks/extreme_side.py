@@ -1,7 +1,9 @@
-"""One library's part of extreme_labels.py, in a process of its own, by an interpreter that has it: trains, saves, loads and predicts on one
-set, and prints JSON. Needs numpy and scipy beside the library.
+"""Runs one library for extreme_labels.py, in its own process, with an interpreter that has the
+library: trains, saves, loads and predicts on one data set, and prints JSON. Also needs numpy and
+scipy.
 
-    PYTHON benchmarks/extreme_side.py {xsoftmax,libpecos,omikuji} FOLDER SET [--threads 2] [--negatives tfn] [--tree-only]
+    PYTHON benchmarks/extreme_side.py {xsoftmax,libpecos,omikuji} FOLDER SET [--threads 2]
+                                      [--negatives tfn] [--tree-only]
 """
 
 import argparse
@@ -43,10 +45,13 @@ class Xsoftmax:
         with timed("label vectors"):
             vectors = self.xs.label_vectors.pifa(X, Y)
         with timed("tree"):
-            return self.xs.LabelTree.from_vectors(vectors, 16, 20, self.torch.Generator().manual_seed(0), max_leaf_size=100)
+            return self.xs.LabelTree.from_vectors(vectors, 16, 20,
+                                                  self.torch.Generator().manual_seed(0),
+                                                  max_leaf_size=100)
 
     def train(self, X, Y, tree, negatives: str) -> None:
-        self.model = self.xs.XRLinear.train(X, Y, tree=tree, negatives=negatives, generator=self.torch.Generator().manual_seed(0))
+        self.model = self.xs.XRLinear.train(X, Y, tree=tree, negatives=negatives,
+                                            generator=self.torch.Generator().manual_seed(0))
 
     def save(self, path: str) -> None:
         self.model.save(path)
@@ -61,22 +66,24 @@ class Xsoftmax:
 
 
 class Libpecos:
-    """Its defaults: 16 children a node, 100 labels a leaf, squared hinge, threshold 0.1."""
-
+    """The defaults: 16 children per node, 100 labels per leaf, squared hinge, threshold 0.1."""
     def __init__(self, threads: int):
         from pecos.xmc import Indexer, LabelEmbeddingFactory
         from pecos.xmc.xlinear.model import XLinearModel
 
-        self.indexer, self.vectors, self.kind, self.threads = Indexer, LabelEmbeddingFactory, XLinearModel, threads
+        self.indexer, self.vectors, self.kind = Indexer, LabelEmbeddingFactory, XLinearModel
+        self.threads = threads
 
     def tree(self, X, Y):
         with timed("label vectors"):
             vectors = self.vectors.create(Y, X, method="pifa", threads=self.threads)
         with timed("tree"):
-            return self.indexer.gen(vectors, indexer_type="hierarchicalkmeans", threads=self.threads)
+            return self.indexer.gen(vectors, indexer_type="hierarchicalkmeans",
+                                    threads=self.threads)
 
     def train(self, X, Y, tree, negatives: str) -> None:
-        self.model = self.kind.train(X, Y, C=tree, threads=self.threads, negative_sampling_scheme=negatives)
+        self.model = self.kind.train(X, Y, C=tree, threads=self.threads,
+                                     negative_sampling_scheme=negatives)
 
     def save(self, path: str) -> None:
         self.model.save(path)
@@ -92,8 +99,8 @@ class Libpecos:
 
 
 class Omikuji:
-    """One tree, its other defaults. Trains on a text file, which it reads itself; its Python answers one query at a time."""
-
+    """One tree with default options. Training reads a text file; prediction takes one query at a
+    time."""
     def __init__(self, threads: int):
         import omikuji
 
@@ -118,22 +125,24 @@ class Omikuji:
         found = [self.single(X[i]) for i in range(X.shape[0])]
         ends = np.r_[0, np.cumsum([len(row) for row in found])]
         pairs = [pair for row in found for pair in row]
-        return sp.csr_matrix((np.array([s for _, s in pairs], np.float32), np.array([label for label, _ in pairs]), ends))
+        return sp.csr_matrix((np.array([s for _, s in pairs],
+                                       np.float32), np.array([label for label, _ in pairs]), ends))
 
 
 def precision(scores, Y) -> dict:
     hits = np.zeros(5)
     for i in range(Y.shape[0]):
-        part = slice(*scores.indptr[i : i + 2])
+        part = slice(*scores.indptr[i:i + 2])
         best = scores.indices[part][np.argsort(-scores.data[part], kind="stable")[:5]]
-        right = np.isin(best, Y.indices[slice(*Y.indptr[i : i + 2])])
-        hits[: len(right)] += right
+        right = np.isin(best, Y.indices[slice(*Y.indptr[i:i + 2])])
+        hits[:len(right)] += right
     sums = 100 * np.cumsum(hits) / Y.shape[0]
     return {f"P@{k}": sums[k - 1] / k for k in (1, 3, 5)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("side", choices=["xsoftmax", "libpecos", "omikuji"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("set")
@@ -141,7 +150,8 @@ def main() -> None:
     parser.add_argument("--negatives", default="tfn")
     parser.add_argument("--tree-only", action="store_true")
     args = parser.parse_args()
-    X, Y, X_test, Y_test = (sp.load_npz(args.folder / f"{args.set}.{part}.npz").tocsr() for part in ("train.x", "train.y", "test.x", "test.y"))
+    X, Y, X_test, Y_test = (sp.load_npz(args.folder / f"{args.set}.{part}.npz").tocsr()
+                            for part in ("train.x", "train.y", "test.x", "test.y"))
     for matrix in (X, Y, X_test, Y_test):
         matrix.sort_indices()
     side = {"xsoftmax": Xsoftmax, "libpecos": Libpecos, "omikuji": Omikuji}[args.side](args.threads)
@@ -160,7 +170,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "model")
         side.save(path)
-        size = sum(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(path) for name in names)
+        size = sum(
+            os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(path)
+            for name in names)
         side.load(path)
         singles = []
         for i in range(SINGLES + 20):
@@ -173,8 +185,12 @@ def main() -> None:
             start = time.perf_counter()
             found = side.predict(X_test)
             batches.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": seconds, "single": statistics.median(singles[20:]), "batch": min(batches) / X_test.shape[0], "bytes": size}
-                     | precision(found, Y_test)))
+    print(
+        json.dumps({
+            "seconds": seconds, "single": statistics.median(singles[20:]), "batch": min(batches) /
+            X_test.shape[0], "bytes": size
+        }
+                   | precision(found, Y_test)))
 
 
 if __name__ == "__main__":

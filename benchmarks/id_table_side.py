@@ -1,9 +1,10 @@
-"""One side of id_table.py, in a process of its own: ids to rows of a table that is full, by one library.
+"""Runs one library for id_table.py, in its own process: maps ids to rows of a full table.
 
     python id_table_side.py SIDE --ids 10000000 --batch 65536 --threads 1
 
-SIDE: "xsoftmax"; "torchrec": its MCHManagedCollisionModule with the LFU policy; "searchsorted": a sorted tensor of ids, looked up by torch.searchsorted;
-"dict": a dictionary of Python, asked for a list of ids. Prints a line of JSON: nanoseconds an id.
+SIDE is "xsoftmax"; "torchrec", its MCHManagedCollisionModule with the LFU policy; "searchsorted", a
+sorted tensor of ids with torch.searchsorted; or "dict", a Python dictionary with lists of ids.
+Prints a line of JSON: nanoseconds per id.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from typing import Callable
 
 import torch
 
-LOOKED_UP = 2**21  # ids
+LOOKED_UP = 2**21  # number of ids to look up
 
 
 class XSoftmax:
@@ -30,14 +31,16 @@ class XSoftmax:
 
 
 class TorchRec:
-    """Its rows are given out, and others evicted, every so many batches: the more ids at a time, the less each costs."""
-
+    """torchrec assigns rows, and evicts others, once every `interval` ids: the more ids at a time,
+    the lower the cost per id."""
     def __init__(self, args: argparse.Namespace):
         from torchrec import JaggedTensor
         from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionModule
 
         self.jagged = JaggedTensor
-        self.table = MCHManagedCollisionModule(args.ids + 1, torch.device("cpu"), LFU_EvictionPolicy(), eviction_interval=args.interval // args.batch)
+        self.table = MCHManagedCollisionModule(args.ids + 1, torch.device("cpu"),
+                                               LFU_EvictionPolicy(),
+                                               eviction_interval=args.interval // args.batch)
 
     def features(self, ids: torch.Tensor) -> dict:
         return {"id": self.jagged(values=ids, lengths=torch.ones(len(ids), dtype=torch.int64))}
@@ -50,8 +53,7 @@ class TorchRec:
 
 
 class SearchSorted:
-    """What has no insertion: made of all ids at once."""
-
+    """A sorted tensor without insertion: it is built from all ids at once."""
     def __init__(self, args: argparse.Namespace):
         self.ids = None
 
@@ -81,7 +83,7 @@ SIDES = {"xsoftmax": XSoftmax, "torchrec": TorchRec, "searchsorted": SearchSorte
 
 
 def nanoseconds(call: Callable[[torch.Tensor], object], ids: torch.Tensor, batch: int) -> float:
-    """Of an id."""
+    """Returns the nanoseconds per id."""
     start = time.perf_counter()
     for part in ids.split(batch):
         call(part)
@@ -89,18 +91,20 @@ def nanoseconds(call: Callable[[torch.Tensor], object], ids: torch.Tensor, batch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("side", choices=SIDES)
     parser.add_argument("--ids", type=int, default=10_000_000)
     parser.add_argument("--batch", type=int, default=2**16)
-    parser.add_argument("--interval", type=int, default=2**20, help="torchrec: ids from one eviction to the next")
+    parser.add_argument("--interval", type=int, default=2**20, help="torchrec: number of ids "
+                        "between evictions")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     args.interval = max(args.interval // args.batch, 1) * args.batch
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     ids, more = (torch.randint(-2**63, 2**63 - 2, (count,)) for count in (args.ids, LOOKED_UP))
-    # As many ids as fill a whole number of intervals, or torchrec would not have taken in the last ones.
+    # A whole number of intervals, because torchrec would not have inserted the last ids otherwise.
     ids = ids[:max(len(ids) // args.interval, 1) * args.interval]
     known = ids[torch.randint(len(ids), (LOOKED_UP,))]
     side, found = SIDES[args.side](args), {}
@@ -109,10 +113,12 @@ def main() -> None:
     else:
         found["insert into an empty table"] = nanoseconds(side.insert, ids, args.batch)
     rows = side.find(known[:args.batch])
-    assert len(torch.unique(rows)) == len(torch.unique(known[:args.batch])), "an id without a row of its own"
+    assert len(torch.unique(rows)) == len(torch.unique(
+        known[:args.batch])), "an id without a row of its own"
     found["look up"] = min(nanoseconds(side.find, known, args.batch) for _ in range(3))
     found["look up, 4,096 ids a call"] = min(nanoseconds(side.find, known, 4096) for _ in range(3))
-    if args.side == "xsoftmax" or (args.side == "torchrec" and args.interval <= LOOKED_UP // 2):  # else it would take in none of these
+    # with a longer interval torchrec would insert none of these
+    if args.side == "xsoftmax" or (args.side == "torchrec" and args.interval <= LOOKED_UP // 2):
         found["count ids that have a row"] = nanoseconds(side.insert, known, args.batch)
         side.insert(more)  # fills the table
         found["insert into a full table"] = nanoseconds(side.insert, more.flip(0) + 1, args.batch)

@@ -1,11 +1,13 @@
-"""Kills ranks in training, and looks whether it goes on as if nothing had happened.
+"""Kills ranks during training, and checks that the result is the same as without kills.
 
     python benchmarks/kill_ranks.py [--kills 20] [--ranks 2] [--classes 20000] [--json [FILE]]
 
-torchrun trains a split class table and an encoder, and saves every five steps. This program kills a rank (SIGKILL), drawn at random, at a random
-time within a step or within a save, `--kills` times each. torchrun starts all ranks again, which load the last checkpoint. A kill counts where the rank
-had not told the end of that step or save. In the end the losses of all steps, also of those that were done again, the table, the optimizer's state and
-the generators are compared, bit for bit, with a run that nobody disturbed. Nothing told for two minutes is a hang.
+torchrun trains a sharded class table and an encoder, and saves a checkpoint every five steps. This
+program kills (SIGKILL) a random rank at a random time within a step or within a save, `--kills`
+times each. torchrun then restarts all ranks, which load the last checkpoint. A kill counts if the
+rank had not reported the end of that step or save. Finally the losses of all steps, including
+repeated ones, the table, the optimizer's state and the generators are compared bit for bit with
+those of an undisturbed run. If no event is reported for two minutes, the run counts as hanging.
 """
 
 import argparse
@@ -33,23 +35,28 @@ class Model(torch.nn.Module):
     def __init__(self, classes: int) -> None:
         super().__init__()
         self.encoder = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.1))
-        self.loss = xs.SampledSoftmaxLoss(WIDTH, classes, sampler="log_uniform", num_samples=256, bias=True)
+        self.loss = xs.SampledSoftmaxLoss(WIDTH, classes, sampler="log_uniform", num_samples=256,
+                                          bias=True)
 
     def forward(self, input, target):
         return self.loss(self.encoder(input), target)
 
 
 def train(folder: str, classes: int, steps: int) -> None:
-    """One rank, as torchrun starts it. It tells the program above what it begins."""
+    """Trains as one rank started by torchrun, and reports events to the parent program."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(rank)
     model = xs.distributed.shard_classes(Model(classes))
-    # Without find_unused_parameters it orders gradients anew after its first step, and sums over three ranks and more depend on that.
+    # Without find_unused_parameters, DistributedDataParallel reorders gradients after its first
+    # step, which changes sums over three and more ranks.
     called = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = xs.optim.RowAdam(model.parameters(), lr=0.01)
-    state, checkpoints = {"model": model, "optimizer": optimizer}, os.path.join(folder, "checkpoints")
+    state, checkpoints = {"model": model,
+                          "optimizer": optimizer}, os.path.join(folder, "checkpoints")
     begin = xs.distributed.load_checkpoint(checkpoints, state) or 0
-    with open(os.path.join(folder, "events"), "w") as events, open(os.path.join(folder, f"losses of rank {rank}"), "a") as losses:
+    with open(os.path.join(folder, "events"),
+              "w") as events, open(os.path.join(folder, f"losses of rank {rank}"), "a") as losses:
+
         def tell(what, step):
             print(what, step, rank, os.getpid(), file=events, flush=True)
 
@@ -58,7 +65,8 @@ def train(folder: str, classes: int, steps: int) -> None:
             tell("step", step)
             data = torch.Generator().manual_seed(step * size + rank)
             optimizer.zero_grad()
-            loss = called(torch.randn(QUERIES, WIDTH, generator=data), torch.randint(classes, [QUERIES], generator=data))
+            loss = called(torch.randn(QUERIES, WIDTH, generator=data),
+                          torch.randint(classes, [QUERIES], generator=data))
             loss.backward()
             xs.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -71,21 +79,31 @@ def train(folder: str, classes: int, steps: int) -> None:
 
 
 class Run:
-    """A job of torchrun in a folder, which kills ranks at the moments of `plan`, "step" or "save" each."""
-
+    """A torchrun job in a folder, whose ranks are killed at the moments in `plan`, each "step" or
+    "save"."""
     def __init__(self, folder: str, args: argparse.Namespace, plan: List[str], seed: int) -> None:
-        self.folder, self.plan, self.ranks, self.random = folder, list(plan), args.ranks, random.Random(seed)
+        self.folder, self.plan, self.ranks, self.random = folder, list(
+            plan), args.ranks, random.Random(seed)
         self.kills, self.missed, self.starts = {"step": 0, "save": 0}, 0, []
         os.makedirs(folder)
         fifo = os.path.join(folder, "events")
         os.mkfifo(fifo)
-        self.events, self.unread = os.open(fifo, os.O_RDWR), b""  # for writing, too: no end of file between two starts
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks), "--max-restarts",
-                   str(3 * len(plan)), "--monitor-interval", "0.1", os.path.abspath(__file__), "--folder", folder, "--classes", str(args.classes), "--steps",
-                   str(args.steps)]
+        # open for writing too, so that no end of file occurs between two starts
+        self.events, self.unread = os.open(fifo, os.O_RDWR), b""
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+            str(args.ranks), "--max-restarts",
+            str(3 * len(plan)), "--monitor-interval", "0.1",
+            os.path.abspath(__file__), "--folder", folder, "--classes",
+            str(args.classes), "--steps",
+            str(args.steps)
+        ]
         with open(os.path.join(folder, "log"), "w") as log:
-            # Each start has a store: in one for all of them ranks find the addresses of those that were killed.
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            # Use a separate store for each start: in a shared one, ranks would find the addresses
+            # of killed ranks.
+            environment = {
+                **os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
+            }
             self.job = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             self._watch()
@@ -99,7 +117,7 @@ class Run:
             raise SystemExit(f"kill_ranks: {text}\n{log.read()[-4000:]}")
 
     def _next(self):
-        """(what, step, rank, process) of the next event."""
+        """Returns (what, step, rank, process) of the next event."""
         deadline = time.monotonic() + 120
         while b"\n" not in self.unread:
             if self.job.poll() is not None:
@@ -113,8 +131,9 @@ class Run:
         return (what, *map(int, numbers))
 
     def _watch(self) -> None:
-        """Follows the job to its end."""
-        ended, saved, saving, last, begun, spans = 0, 0, 0, {}, {}, {}  # last event of each process; when the moments of each began; how long one took
+        """Follows the job to its end, and kills ranks."""
+        # the last event of each process, when it began, and how long a step or save took
+        ended, saved, saving, last, begun, spans = 0, 0, 0, {}, {}, {}
         target, killed = self._draw(), None
         while ended < self.ranks:
             event = self._next()
@@ -127,7 +146,8 @@ class Run:
                     self._count(target, killed, last[killed[3]])
                     target, killed = self._draw(), None
                 if step not in (saved, saving):
-                    self._fail(f"expected a start from step {saved}, or from {saving}, which was being saved, got {step}")
+                    self._fail(f"expected a start from step {saved}, or from {saving}, which was "
+                               f"being saved, got {step}")
                 self.starts.append(step)
                 saved = saving = step
             elif what == "save":
@@ -135,7 +155,8 @@ class Run:
             elif what == "done" and before[0] == "save":
                 saved = before[1]
             ended += what == "end"
-            if killed is None and target is not None and (what, rank) == (target["what"], target["rank"]):
+            if killed is None and target is not None and (what, rank) == (target["what"],
+                                                                          target["rank"]):
                 target["after"] -= 1
                 if target["after"] == 0:
                     time.sleep(0.8 * self.random.random() * spans.get(what, 0.005))
@@ -143,13 +164,15 @@ class Run:
                     killed = event
         self.job.wait(60)
         if self.job.returncode != 0 or self.plan:
-            self._fail(f"expected torchrun to end with 0 after all kills, got {self.job.returncode} with {len(self.plan)} left: try more --steps")
+            self._fail("expected torchrun to end with 0 after all kills, got "
+                       f"{self.job.returncode} with {len(self.plan)} left: try more --steps")
 
     def _draw(self) -> Optional[Dict]:
-        """The next kill: of which rank, in which moment, after how many of its kind."""
+        """Draws the next kill: its rank, its moment, and after how many moments of that kind."""
         if not self.plan:
             return None
-        after = self.random.randint(1, 2 * SAVE_EVERY) if self.plan[-1] == "step" else self.random.randint(1, 3)
+        after = self.random.randint(
+            1, 2 * SAVE_EVERY) if self.plan[-1] == "step" else self.random.randint(1, 3)
         return {"what": self.plan[-1], "rank": self.random.randrange(self.ranks), "after": after}
 
     def _count(self, target: Dict, killed, last) -> None:
@@ -160,49 +183,59 @@ class Run:
             self.missed += 1
 
     def losses(self, rank: int) -> Dict[int, str]:
-        """Of each step. Steps that were done again must give what they gave before."""
+        """Returns the loss of each step, after checking that repeated steps have the same loss."""
         losses: Dict[int, str] = {}
         with open(os.path.join(self.folder, f"losses of rank {rank}")) as file:
             for line in file:
                 step, loss = line.split()
                 if losses.setdefault(int(step), loss) != loss:
-                    raise SystemExit(f"kill_ranks: step {step} of rank {rank}: expected the loss {losses[int(step)]} again, got {loss}")
+                    raise SystemExit(f"kill_ranks: step {step} of rank {rank}: expected the loss "
+                                     f"{losses[int(step)]} again, got {loss}")
         return losses
 
     def state(self) -> Dict[str, torch.Tensor]:
-        """All that the last checkpoint holds."""
+        """Returns the contents of the last checkpoint."""
         from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
         file = os.path.join(self.folder, "plain.pt")
-        dcp_to_torch_save(xs.distributed.latest_checkpoint(os.path.join(self.folder, "checkpoints")), file)
+        dcp_to_torch_save(
+            xs.distributed.latest_checkpoint(os.path.join(self.folder, "checkpoints")), file)
         flat, left = {}, [("", torch.load(file))]
         while left:
             name, value = left.pop()
             if isinstance(value, (dict, list)):
-                left += [(f"{name}/{key}", part) for key, part in (value.items() if isinstance(value, dict) else enumerate(value))]
+                left += [(f"{name}/{key}", part) for key, part in (
+                    value.items() if isinstance(value, dict) else enumerate(value))]
             else:
                 flat[name] = value
         return flat
 
 
 def same(a: Dict, b: Dict) -> bool:
-    return set(a) == set(b) and all(torch.equal(value, b[name]) if isinstance(value, torch.Tensor) else value == b[name] for name, value in a.items())
+    return set(a) == set(b) and all(
+        torch.equal(value, b[name]) if isinstance(value, torch.Tensor) else value == b[name]
+        for name, value in a.items())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="in steps, and as many in saves")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20, help="number of kills within steps, and "
+                        "within saves")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--classes", type=int, default=20_000)
-    parser.add_argument("--steps", type=int, help="of training; 30 for each pair of kills if not given")
+    parser.add_argument("--steps", type=int, help="number of training steps (default: 30 for each "
+                        "pair of kills)")
     parser.add_argument("--seed", type=int, default=0)
     add_json(parser)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of a rank
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # marks a rank
     args = parser.parse_args()
     if args.folder is not None:
         torch.set_num_threads(1)
         torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
         train(args.folder, args.classes, args.steps)
-        gc.collect()  # what still refers to the group keeps its threads, which abort the process where they let go of a tensor while Python ends
+        # Remaining references to the group keep its threads alive, which may abort the process if
+        # they release a tensor while Python exits.
+        gc.collect()
         torch.distributed.destroy_process_group()
         return
     if args.steps is None:
@@ -210,14 +243,23 @@ def main() -> None:
     plan = ["step", "save"] * args.kills
     random.Random(args.seed).shuffle(plan)
     with tempfile.TemporaryDirectory() as folder:
-        calm, killed = Run(os.path.join(folder, "calm"), args, [], args.seed), Run(os.path.join(folder, "killed"), args, plan, args.seed)
-        losses = all(calm.losses(rank) == killed.losses(rank) and len(calm.losses(rank)) == args.steps for rank in range(args.ranks))
-        found = {"ranks": args.ranks, "classes": args.classes, "steps": args.steps, "killed in a step": killed.kills["step"],
-                  "killed in a save": killed.kills["save"], "killed between": killed.missed, "starts": len(killed.starts),
-                  "losses the same": losses, "state the same": same(calm.state(), killed.state())}
-    report(args, __doc__, question="What becomes of a run whose ranks are killed?", against="the same run, which nobody disturbs",
-           tables=[table([{"figure": name, "value": value} for name, value in found.items()])], **found)
-    if not (losses and found["state the same"] and len(killed.starts) == 1 + len(plan) + killed.missed):
+        calm, killed = Run(os.path.join(folder, "calm"), args, [],
+                           args.seed), Run(os.path.join(folder, "killed"), args, plan, args.seed)
+        losses = all(
+            calm.losses(rank) == killed.losses(rank) and len(calm.losses(rank)) == args.steps
+            for rank in range(args.ranks))
+        found = {
+            "ranks": args.ranks, "classes": args.classes, "steps": args.steps,
+            "killed in a step": killed.kills["step"], "killed in a save": killed.kills["save"],
+            "killed between": killed.missed, "starts": len(killed.starts),
+            "losses the same": losses, "state the same": same(calm.state(), killed.state())
+        }
+    report(args, __doc__, question="What becomes of a run whose ranks are killed?",
+           against="the same run, which nobody disturbs",
+           tables=[table([{"figure": name, "value": value}
+                          for name, value in found.items()])], **found)
+    if not (losses and found["state the same"]
+            and len(killed.starts) == 1 + len(plan) + killed.missed):
         raise SystemExit("kill_ranks: the run that was disturbed is not that which was not")
 
 

@@ -1,4 +1,4 @@
-"""Draws validation loss against training time from a record of benchmarks/cuda.py.
+"""Plots validation loss against training time from a record of benchmarks/cuda.py.
 
     python benchmarks/loss_against_time.py RECORD.json PICTURE.svg
 """
@@ -11,13 +11,13 @@ from pictures import picture
 
 
 def curves_of(record: dict) -> dict:
-    """Returns (seconds, losses) of each output layer, by name."""
+    """Returns (seconds, losses) of each output layer by its name."""
     curves = {}
     for row in record["rows"]:
         if "curve" in row:
             name = row["figure"].removeprefix("GPT, ").partition(": validation loss")[0]
-            curves[name] = ([point["seconds"] for point in row["curve"]],
-                            [point["loss"] for point in row["curve"]])
+            curves[name] = ([point["seconds"]
+                             for point in row["curve"]], [point["loss"] for point in row["curve"]])
     return curves
 
 

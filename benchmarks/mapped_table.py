@@ -1,15 +1,21 @@
-"""Tables in files: a step beside the same in memory, and what a process that is killed leaves behind.
+"""Measures tables in files: a training step compared with the same step in memory, and the state of
+the file after the process is killed.
 
     python benchmarks/mapped_table.py --folder /somewhere/with/40/GB --classes 120000000
     python benchmarks/mapped_table.py --only kill
 
-step: sampled softmax of 700 queries of width 64, 512 draws, RowSGD. Targets are Zipf's (log-uniform over all classes). Beside it the same over a tenth of the
-classes in memory, by turns of 50 steps; a figure is a ratio of median turns. "by falling frequency": classes stand in that order and draws are log-uniform, as
-in a vocabulary. "in any order": classes are scattered over the table, and draws are uniform: most pages of a step have never been read. Steps are
-counted from a table that nobody has read. "next targets": tables.prefetch of them before each step. The file is made anew, and goes with the benchmark.
+"step" is sampled softmax of 700 queries of width 64 with 512 samples and RowSGD. Targets follow
+Zipf's law (log-uniform over all classes). It is compared with the same step over a tenth of the
+classes in memory, in interleaved turns of 50 steps; each figure is a ratio of median turns. With
+"by falling frequency", classes are sorted as in a vocabulary and samples are log-uniform. With "in
+any order", classes are scattered over the table and samples are uniform, so most pages of a step
+have never been read. Steps are counted from a table that was never read. With "next targets",
+tables.prefetch is called for them before each step. The file is created for the benchmark and then
+removed.
 
-kill: a process makes a table, trains it with RowAdagrad, flushes and reads it by turns, and is killed at a random moment. Reopened, each file must say that it
-is not whole, or table and state must be, bit for bit, what so many steps make of them.
+"kill" runs a process that creates a table, trains it with RowAdagrad, and flushes and reads it in
+turn, until it is killed at a random time. After reopening, each file must either report that it is
+incomplete, or table and state must be bit-identical to the result of that number of steps.
 """
 
 import os
@@ -32,19 +38,21 @@ KILLED_CLASSES, STEPS_A_FLUSH = 20_000, 5
 
 
 def zipf(classes: int) -> torch.Tensor:
-    ids = torch.exp(torch.rand(QUERIES, dtype=torch.float64) * torch.tensor(classes + 1, dtype=torch.float64).log()).long() - 1
+    ids = torch.exp(
+        torch.rand(QUERIES, dtype=torch.float64) *
+        torch.tensor(classes + 1, dtype=torch.float64).log()).long() - 1
     return ids.clamp_(0, classes - 1)
 
 
 def scattered(ids: torch.Tensor, classes: int) -> torch.Tensor:
-    """Each class at another place, one to one."""
-    stride = next(n for n in range(int(classes * 0.618), classes) if torch.gcd(torch.tensor(n), torch.tensor(classes)) == 1)
+    """Maps classes to other positions, one to one."""
+    stride = next(n for n in range(int(classes * 0.618), classes)
+                  if torch.gcd(torch.tensor(n), torch.tensor(classes)) == 1)
     return ids * stride % classes
 
 
 class Training:
-    """A loss over a table, and its steps."""
-
+    """Trains a loss over a table."""
     def __init__(self, weight: nn.Parameter, any_order: bool):
         self.weight, self.any_order, self.classes = weight, any_order, len(weight)
         sampler = xs.samplers.LogUniformSampler(self.classes, DRAWS)
@@ -59,7 +67,7 @@ class Training:
         return scattered(ids, self.classes) if self.any_order else ids
 
     def turn(self, ahead: bool = False) -> float:
-        """Seconds of TURN steps, without what makes their data."""
+        """Returns the seconds of TURN steps, without those to create the data."""
         total = 0.0
         for _ in range(TURN):
             target, self.target = self.target, self.draw()
@@ -83,15 +91,21 @@ def bench_step(args) -> list[dict]:
         weight = xs.tables.mapped(path, args.classes, D)
         seconds, size = time.perf_counter() - start, os.path.getsize(path) / 1e9
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-        figures.append({"figure": f"making {size:.1f} GB ({memory:.1f} GB of memory): GB/s", "value": size / seconds})
+        figures.append({
+            "figure": f"making {size:.1f} GB ({memory:.1f} GB of memory): GB/s",
+            "value": size / seconds
+        })
         small = nn.Parameter(torch.empty(args.classes // 10, D))
         with torch.no_grad():
             xs.tables.as_linear(small)
         for any_order in (False, True):
-            mapped, plain, order = Training(weight, any_order), Training(small, any_order), "in any order" if any_order else "by falling frequency"
+            mapped, plain, order = Training(weight, any_order), Training(
+                small, any_order), "in any order" if any_order else "by falling frequency"
             plain.turn()
             done = 0
-            for name, until in [("first steps", 2 * TURN), *[(f"after {steps:,} steps", steps + args.repeats * TURN) for steps in args.steps]]:
+            for name, until in [("first steps", 2 * TURN),
+                                *[(f"after {steps:,} steps", steps + args.repeats * TURN)
+                                  for steps in args.steps]]:
                 while done < until - args.repeats * TURN:
                     mapped.turn(ahead=True)
                     done += TURN
@@ -104,7 +118,10 @@ def bench_step(args) -> list[dict]:
                 medians = {key: statistics.median(values) / TURN for key, values in times.items()}
                 text = ", ".join(f"{key} {1e3 * value:.2f} ms" for key, value in medians.items())
                 for key in ("mapped", "mapped, next targets"):
-                    figures.append({"figure": f"{order}, {name}: {key} / memory", "value": medians[key] / medians["memory"], "medians": text, "seconds": times})
+                    figures.append({
+                        "figure": f"{order}, {name}: {key} / memory",
+                        "value": medians[key] / medians["memory"], "medians": text, "seconds": times
+                    })
             start = time.perf_counter()
             xs.tables.flush(weight)
             figures.append({"figure": f"{order}: flush: s", "value": time.perf_counter() - start})
@@ -120,7 +137,8 @@ def killed_step(loss, optimizer, step: int) -> None:
 
 
 def killed_training(weight):
-    loss = xs.SampledSoftmaxLoss.from_linear(xs.tables.linear(weight), sampler="log_uniform", num_samples=128)
+    loss = xs.SampledSoftmaxLoss.from_linear(xs.tables.linear(weight), sampler="log_uniform",
+                                             num_samples=128)
     return loss, xs.optim.RowAdagrad([weight], lr=0.1)
 
 
@@ -137,13 +155,12 @@ def run_until_killed(path: str) -> None:
         step += 1
         start = time.perf_counter()
         xs.tables.flush(weight)
-        while time.perf_counter() - start < 0.05:  # a validation, say
+        while time.perf_counter() - start < 0.05:  # a phase that only reads, such as validation
             loss.topk(torch.randn(8, D), 3)
 
 
 class Replay:
-    """What so many steps make of the table and its state, in memory."""
-
+    """Computes table and state after a number of steps, in memory."""
     def __init__(self):
         torch.manual_seed(0)
         self.weight = nn.Parameter(torch.empty(KILLED_CLASSES, D))
@@ -160,7 +177,7 @@ class Replay:
 
 
 def reopened(path: str) -> str:
-    """What is found; raises where a file that says it is whole is not."""
+    """Returns the state of the file. Raises an error if it claims to be complete but is not."""
     if not os.path.exists(path):
         return "not begun"
     try:
@@ -184,7 +201,8 @@ def bench_kill(args) -> list[dict]:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for number in range(args.kills):
             path = os.path.join(folder, f"{number}.safetensors")
-            process = subprocess.Popen([sys.executable, __file__, "--until-killed", path], stdout=subprocess.PIPE)
+            process = subprocess.Popen([sys.executable, __file__, "--until-killed", path],
+                                       stdout=subprocess.PIPE)
             process.stdout.readline()
             time.sleep(random.Random(number).uniform(0, 0.6))
             process.send_signal(signal.SIGKILL)
@@ -192,18 +210,24 @@ def bench_kill(args) -> list[dict]:
             outcome = reopened(path)
             found[outcome] = found.get(outcome, 0) + 1
     text = ", ".join(f"{outcome}: {count}" for outcome, count in sorted(found.items()))
-    return [{"figure": f"kill -9, reopened: told or whole of {args.kills}", "value": sum(found.values()), "medians": text}]
+    return [{
+        "figure": f"kill -9, reopened: told or whole of {args.kills}", "value": sum(found.values()),
+        "medians": text
+    }]
 
 
 def options(parser) -> None:
-    parser.add_argument("--folder", default=".", help="on the disk in question")
+    parser.add_argument("--folder", default=".", help="a folder on the disk to measure")
     parser.add_argument("--classes", type=int, default=120_000_000)
-    parser.add_argument("--steps", type=lambda text: [int(part) for part in text.split(",")], default=[2000, 10_000], help="after which steps are timed")
+    parser.add_argument("--steps", type=lambda text: [int(part) for part in text.split(",")],
+                        default=[2000, 10_000], help="numbers of steps after which to measure")
     parser.add_argument("--kills", type=int, default=50)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--until-killed"]:
         run_until_killed(sys.argv[2])
-    run_benches(__doc__, {"step": bench_step, "kill": bench_kill}, question="What does a table cost that is larger than memory?",
-                against="the same loss over a tenth of the classes in memory", extra=options)
+    run_benches(__doc__, {"step": bench_step, "kill": bench_kill}, question="What does a table "
+                "cost that is larger "
+                "than memory?", against="the same loss over a tenth of the classes in memory",
+                extra=options)

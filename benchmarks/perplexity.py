@@ -1,15 +1,22 @@
-"""Perplexity of language models trained with each sampler, beside the exact loss.
+"""Compares the perplexity of language models trained with different samplers and with the exact
+loss.
 
-    python benchmarks/perplexity.py table --data ptb --out out/ptb        # each method at its best learning rate, long
-    python benchmarks/perplexity.py cane --data ptb --out out/ptb         # the same for CANE and its rivals, 40 to 80 candidates
-    python benchmarks/perplexity.py curve --data ptb --out out/ptb        # perplexity against the time of a step, 20 to 2,000 classes
-    python benchmarks/perplexity.py reach --data novels --out out/novels --only METHOD ...    # time to come within 3 % of exact
+    # each method with its best learning rate, long runs
+    python benchmarks/perplexity.py table --data ptb --out out/ptb
+    # the same for CANE and its rivals, 40 to 80 candidates
+    python benchmarks/perplexity.py cane --data ptb --out out/ptb
+    # perplexity against the time of a step, 20 to 2,000 classes
+    python benchmarks/perplexity.py curve --data ptb --out out/ptb
+    # time to come within 3 % of exact
+    python benchmarks/perplexity.py reach --data novels --out out/novels --only METHOD ...
 
-Every run is one of examples/language_model/train.py, with its checkpoint: stopped at any time, the same command goes on. Learning rates are
-searched alike for all methods, by validation perplexity: those of short runs within a tenth of the best go on to long ones, --finalists at
-most, and the best of those counts. Long: hours. Runs share the machine (--jobs), so their own times mean nothing; the time of a step is
-measured apart, on all threads, the methods taking turns (`--time`, wants a quiet machine). What follows `--` are options of the example, for all
-runs.
+Each run is a run of examples/language_model/train.py with a checkpoint, so the same command
+continues after an interruption. Learning rates are selected in the same way for all methods, by
+validation perplexity: those whose short runs are within a tenth of the best, at most --finalists,
+get long runs, and the best of these is used. This takes hours. Runs share the machine (--jobs), so
+their own times are not meaningful; the time of a step is measured separately, on all threads, with
+interleaved methods (`--time`, on an otherwise idle machine). Options after `--` are passed to the
+example in all runs.
 """
 
 import math
@@ -18,13 +25,14 @@ from study import EXACT, MIDX, RANKING, Study, cane, chosen, make_parser, parse,
 
 LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 
-# 20 private draws each, as the paper's table of samplers has it, then what the defaults could be.
+# First 20 private samples each, as in the paper's table of samplers, then candidates for defaults.
 TABLE = {
     "exact": EXACT,
     "head 64 + 64 private midx": sampled("midx", "64", 64),
     "head 64 + 64 private midx, ranking": sampled("midx", "64", 64, *RANKING),
     "head 64 + 64 shared unigram + 20 private midx": sampled("unigram midx", "64 20", 64),
-    "head 64 + 64 shared unigram + 20 private midx, ranking": sampled("unigram midx", "64 20", 64, *RANKING),
+    "head 64 + 64 shared unigram + 20 private midx, ranking": sampled("unigram midx", "64 20", 64,
+                                                                      *RANKING),
     "20 private midx": sampled("midx", "20"),
     "20 private midx, ranking": sampled("midx", "20", 0, *RANKING),
     "20 private midx_pq, ranking": sampled("midx_pq", "20", 0, *RANKING),
@@ -38,20 +46,24 @@ TABLE = {
 
 
 def one_denominator(classes: int, noises: int) -> list[str]:
-    return cane("head", classes - noises, "--noises", str(noises), "--noise", "unigram", "--noise-reduction", "log_of_mean")
+    return cane("head", classes - noises, "--noises", str(noises), "--noise", "unigram",
+                "--noise-reduction", "log_of_mean")
 
 
-# CANE beside NCE and BlackOut at equal counts (Han et al., 2018, section 7.2); routed: in one layer of subsets, uniform noise, as there; one noise
-# beside the candidates, but where more of the classes are noises.
+# CANE, NCE and BlackOut with equal counts (Han et al., 2018, section 7.2). Routed candidates come
+# from one layer of subsets with uniform noise, as in the paper. There is one noise in addition to
+# the candidates, unless the name says otherwise.
 CANE = {"exact": EXACT}
 for count in (40, 60, 80):
     CANE |= {
         f"CANE-{count}, routed": cane("routed", count),
-        f"CANE-{count}, the most frequent, unigram noise": cane("head", count, "--noise", "unigram"),
+        f"CANE-{count}, the most frequent, unigram noise": cane("head", count, "--noise",
+                                                                "unigram"),
         f"CANE-{count}, a third of them noises": one_denominator(count, count // 3),
         f"CANE-{count}, half of them noises": one_denominator(count, count // 2),
         f"NCE-{count}": sampled("unigram", str(count), 0, "--private", "--estimator", "nce"),
-        f"BlackOut-{count}": sampled("unigram", str(count), 0, "--private", "--estimator", "blackout"),
+        f"BlackOut-{count}": sampled("unigram", str(count), 0, "--private", "--estimator",
+                                     "blackout"),
     }
 CANE |= {
     "CANE-60, routed, unigram noise": cane("routed", 60, "--noise", "unigram"),
@@ -73,45 +85,64 @@ def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
             continue
         test = run["test_perplexity"]
         exact = test if name == "exact" else exact
-        rows.append({"method": name, "learning rate": f"{lr:g}", "valid": f"{study.cost(run):.1f}",
-                     "test": f"{test:.1f}" if test else "unfinished", "of exact": f"{test / exact:.3f}" if test and exact else ""}
+        rows.append({
+            "method": name, "learning rate": f"{lr:g}", "valid": f"{study.cost(run):.1f}",
+            "test": f"{test:.1f}" if test else "unfinished",
+            "of exact": f"{test / exact:.3f}" if test and exact else ""
+        }
                     | ({"step": f"{1000 * seconds[name]:.0f} ms"} if name in seconds else {}))
     return rows
 
 
 def reach(study: Study, methods: dict[str, list[str]]) -> list[dict]:
-    """When each method comes within 3 % of what the exact loss ends with: steps, times the time of a step measured apart."""
+    """Returns when each method comes within 3 % of the final result of the exact loss: the number
+    of steps, multiplied by the separately measured time of a step."""
     args = study.args
-    runs = dict(zip(methods, study.map([(name, method, args.lr, args.epochs) for name, method in methods.items()])))
+    runs = dict(
+        zip(methods,
+            study.map([(name, method, args.lr, args.epochs) for name, method in methods.items()])))
     seconds = study.step_times(methods)
     if "failed" in runs["exact"]:
         return [{"method": "exact", "valid": runs["exact"]["failed"]}]
     goal = 1.03 * study.cost(runs["exact"])
     rows = []
     for name, run in runs.items():
-        steps = next((point["step"] for point in run.get("points", []) if point["valid_perplexity"] <= goal), None)
-        row = {"method": name, "valid": f"{study.cost(run):.1f}", "of exact": f"{study.cost(run) / study.cost(runs['exact']):.3f}"}
+        steps = next(
+            (point["step"] for point in run.get("points", []) if point["valid_perplexity"] <= goal),
+            None)
+        row = {
+            "method": name, "valid": f"{study.cost(run):.1f}",
+            "of exact": f"{study.cost(run) / study.cost(runs['exact']):.3f}"
+        }
         if name in seconds and "exact" in seconds:
             row["step"] = f"{1000 * seconds[name]:.0f} ms"
             if steps is not None:
                 whole = runs["exact"]["steps"] * seconds["exact"]
-                row |= {"minutes to reach": f"{steps * seconds[name] / 60:.1f}", "of the exact run": f"{steps * seconds[name] / whole:.3f}"}
+                row |= {
+                    "minutes to reach": f"{steps * seconds[name] / 60:.1f}",
+                    "of the exact run": f"{steps * seconds[name] / whole:.3f}"
+                }
         rows.append(row)
     return rows
 
 
 def main() -> None:
     parser = make_parser(__doc__, "language_model", epochs=20, search_epochs=2)
-    parser.add_argument("study", choices=["table", "cane", "curve", "reach"], help="reach: its runs have --epochs and --lr")
+    parser.add_argument("study", choices=["table", "cane", "curve", "reach"],
+                        help="reach: uses --epochs and --lr for its runs")
     args = parse(parser)
-    study = Study("language_model", args, ["--min-count", "1", "--optimizer", "adam"], "test_perplexity",
-                  lambda run: run["points"][-1]["valid_perplexity"] if run["points"] else math.inf)
+    study = Study("language_model", args, ["--min-count", "1", "--optimizer", "adam"],
+                  "test_perplexity", lambda run: run["points"][-1]["valid_perplexity"]
+                  if run["points"] else math.inf)
     if args.study == "curve":
         rows = study.curve("validation perplexity / that of the exact loss")
     else:
         methods = chosen(parser, args, CANE if args.study == "cane" else TABLE)
         rows = (reach if args.study == "reach" else table)(study, methods)
-    study.show(rows, ["method", *map(str, args.sizes), "all", "learning rate", "step", "valid", "test", "of exact", "minutes to reach", "of the exact run"])
+    study.show(rows, [
+        "method", *map(str, args.sizes), "all", "learning rate", "step", "valid", "test",
+        "of exact", "minutes to reach", "of the exact run"
+    ])
 
 
 if __name__ == "__main__":

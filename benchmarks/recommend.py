@@ -1,13 +1,16 @@
-"""Rankings of recommenders trained with each sampler, beside the full softmax.
+"""Compares the rankings of recommenders trained with different samplers and with the full softmax.
 
     python benchmarks/recommend.py table --data amazon_beauty/Beauty.txt --out out/beauty
-    python benchmarks/recommend.py table --data gowalla --out out/gowalla -- --unordered --eval-epochs 5
-    python benchmarks/recommend.py curve --data gowalla --out out/gowalla -- --unordered    # NDCG against the time of a step
+    python benchmarks/recommend.py table --data gowalla --out out/gowalla -- \\
+        --unordered --eval-epochs 5
+    # NDCG against the time of a step
+    python benchmarks/recommend.py curve --data gowalla --out out/gowalla -- --unordered
 
-Every run is one of examples/recommend/train.py, with its checkpoint: stopped at any time, the same command goes on. Learning rates are
-searched alike for all methods, by NDCG@10 in validation: those of short runs within a tenth of the best go on to long ones, --finalists at
-most, and the best of those counts, at its best epoch. Long: hours. Runs share the machine (--jobs), so their times mean nothing. What follows
-`--` are options of the example, for all runs.
+Each run is a run of examples/recommend/train.py with a checkpoint, so the same command continues
+after an interruption. Learning rates are selected in the same way for all methods, by validation
+NDCG@10: those whose short runs are within a tenth of the best, at most --finalists, get long runs,
+and the best of these is used, at its best epoch. This takes hours. Runs share the machine (--jobs),
+so their times are not meaningful. Options after `--` are passed to the example in all runs.
 """
 
 from study import EXACT, RANKING, Study, chosen, make_parser, parse, sampled
@@ -36,9 +39,14 @@ def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
             continue
         found = {figure: run[f"test_{figure}"] for figure in FIGURES}
         full = found if name == "full" else full
-        rows.append({"method": name, "learning rate": f"{lr:g}", "best epoch": f"{run['best_epoch']:.3g}"}
-                    | {figure: f"{value:.4f}" for figure, value in found.items()}
-                    | {f"{figure} of full": f"{value / full[figure]:.3f}" for figure, value in found.items() if full.get(figure)})
+        rows.append(
+            {"method": name, "learning rate": f"{lr:g}", "best epoch": f"{run['best_epoch']:.3g}"}
+            | {figure: f"{value:.4f}"
+               for figure, value in found.items()}
+            | {
+                f"{figure} of full": f"{value / full[figure]:.3f}"
+                for figure, value in found.items() if full.get(figure)
+            })
     return rows
 
 
@@ -46,14 +54,18 @@ def main() -> None:
     parser = make_parser(__doc__, "recommend", epochs=40, search_epochs=10)
     parser.add_argument("study", choices=["table", "curve"])
     args = parse(parser)
-    study = Study("recommend", args, [], "test_NDCG@10",
-                  lambda run: -max(point["valid_NDCG@10"] for point in run["points"]) if run["points"] else 0.0)
+    study = Study(
+        "recommend", args, [], "test_NDCG@10",
+        lambda run: -max(point["valid_NDCG@10"] for point in run["points"])
+        if run["points"] else 0.0)
     if args.study == "curve":
         rows = study.curve("validation NDCG@10 / that of the exact loss")
     else:
         rows = table(study, chosen(parser, args, METHODS))
-    study.show(rows, ["method", *map(str, args.sizes), "all", "learning rate", "best epoch", "step", "valid", "of exact", *FIGURES,
-                      *(f"{figure} of full" for figure in FIGURES)])
+    study.show(rows, [
+        "method", *map(str, args.sizes), "all", "learning rate", "best epoch", "step", "valid",
+        "of exact", *FIGURES, *(f"{figure} of full" for figure in FIGURES)
+    ])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What every benchmark reports: tables for people, or a record of the run as JSON, from which the pages under docs/benchmarks are made.
+"""The output of every benchmark: tables for people, or a JSON record of the run, from which the
+pages under docs/benchmarks are generated.
 
-A program calls `add_json(parser)` and ends with `report(args, __doc__, question=..., against=..., tables=..., ...)`. A record holds the fields of FIELDS,
-the tables, and whatever else the program found.
+A program calls `add_json(parser)` and ends with `report(args, __doc__, question=..., against=...,
+tables=..., ...)`. A record contains the fields of FIELDS and any other results of the program.
 """
 
 import argparse
@@ -19,67 +20,88 @@ import torch
 
 from timing import figure_rows, machine, print_machine, print_table
 
-FIELDS = ("question", "about", "against", "command", "date", "commit", "machine", "loaded", "tables")
+FIELDS = ("question", "about", "against", "command", "date", "commit", "machine", "loaded",
+          "tables")
 
 
 def _cpu_seconds() -> tuple[float, float]:
-    """(of all processes, of this one and those that it started and that have ended)"""
+    """Returns the CPU seconds of all processes, and of this one and its finished children."""
     here = os.times()
     try:
-        user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
+        user, nice, system, _, _, irq, softirq, *_ = map(
+            int,
+            Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
     except (OSError, ValueError):
         return 0.0, 0.0
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK"), here.user + here.system + here.children_user + here.children_system
+    return (user + nice + system + irq + softirq) / os.sysconf(
+        "SC_CLK_TCK"), here.user + here.system + here.children_user + here.children_system
 
 
 BEGIN = datetime.now(timezone.utc), time.monotonic(), _cpu_seconds()
 
 
 def others() -> float:
-    """Cores that other programs kept busy since this one began, on average."""
+    """Returns the average number of cores that other programs used since this one started."""
     (_, begin, (all_then, own_then)), (all_now, own_now) = BEGIN, _cpu_seconds()
-    return max(0.0, (all_now - all_then) - (own_now - own_then)) / max(time.monotonic() - begin, 1e-9)
+    return max(0.0,
+               (all_now - all_then) - (own_now - own_then)) / max(time.monotonic() - begin, 1e-9)
 
 
 def commit() -> str:
-    """Of the repository, with + where files of it have changed since; empty outside of one."""
+    """Returns the repository's commit, with + if tracked files were changed; "" without one."""
     def git(*arguments: str) -> str:
-        found = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+        found = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True,
+                               text=True)
         return found.stdout.strip() if found.returncode == 0 else ""
 
-    return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    return git("rev-parse", "--short=12",
+               "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="a record of the run as JSON, into FILE or on standard output, instead of tables")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write a record of the run "
+        "as JSON, to FILE or to standard output, instead of tables")
 
 
 def table(rows: list[dict], title: str = "", columns: list[str] | None = None) -> dict:
-    """One for `report`: rows are texts by column; columns: all that a row has, if not given."""
+    """Builds a table for `report` from rows of texts by column. None: all columns that occur."""
     columns = columns or list(dict.fromkeys(column for row in rows for column in row))
-    return {"title": title, "columns": columns, "rows": [[str(row.get(column, "")) for column in columns] for row in rows]}
+    return {
+        "title": title, "columns": columns,
+        "rows": [[str(row.get(column, "")) for column in columns] for row in rows]
+    }
 
 
 def figures_table(figures: list[dict], title: str = "") -> dict:
-    """Of `figure`, `value` and, where there are any, `medians`."""
+    """Builds a table of `figure`, `value` and, if there are any, `medians`."""
     return table(figure_rows(figures), title)
 
 
-def report(args: argparse.Namespace, doc: str, *, question: str, against: str, tables: list[dict], threads: int | None = None, **found) -> None:
-    """
+def report(args: argparse.Namespace, doc: str, *, question: str, against: str, tables: list[dict],
+           threads: int | None = None, **found) -> None:
+    """Prints tables, or writes a record if --json is given.
+
     Args:
-        threads: of runs that other processes made. Default: those of this one.
-        doc: of the program: what was measured, and how. Its usage, indented lines, is left out of the record.
-        question: that the tables answer, for a reader.
+        doc: the docstring of the program, which says what is measured and how. Its indented usage
+            paragraphs are not included in the record.
+        question: the question that the tables answer.
         against: what xsoftmax is compared with, and its version.
-        found: what machines read beside the tables.
+        threads: the number of threads, if other processes made the runs. Default: that of this one.
+        found: additional results for programs that read the record.
     """
     if args.json:
         busy = others()
-        about = "\n\n".join(part.replace("\n", " ") for part in doc.strip().split("\n\n") if not part.startswith("    "))
-        about_machine = machine() | {"cores": os.cpu_count()} | ({"threads": threads} if threads else {})
-        record = {"question": question, "about": about, "against": against, "command": command(), "date": f"{BEGIN[0]:%Y-%m-%d}", "commit": commit(),
-                  "machine": about_machine, "other_programs_cores": round(busy, 3), "loaded": busy > 0.1, "tables": tables} | found
+        about = "\n\n".join(
+            part.replace("\n", " ")
+            for part in doc.strip().split("\n\n") if not part.startswith("    "))
+        about_machine = machine() | {"cores": os.cpu_count()
+                                     } | ({"threads": threads} if threads else {})
+        record = {
+            "question": question, "about": about, "against": against, "command": command(),
+            "date": f"{BEGIN[0]:%Y-%m-%d}", "commit": commit(), "machine": about_machine,
+            "other_programs_cores": round(busy, 3), "loaded": busy > 0.1, "tables": tables
+        } | found
         text = json.dumps(record, indent=1, default=str)
         if args.json == "-":
             print(text)
@@ -97,7 +119,8 @@ def report(args: argparse.Namespace, doc: str, *, question: str, against: str, t
 
 
 def shown_words(given: list[str]) -> list[str]:
-    """Of a command, as one would type it: without where the record goes, and with the names of files in the place of their folders."""
+    """Returns a command as a user would type it: without --json, and with file names instead of
+    absolute paths."""
     words, given = [], list(given)
     while given:
         word, *given = given
@@ -109,17 +132,22 @@ def shown_words(given: list[str]) -> list[str]:
 
 
 def command() -> str:
-    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *shown_words(sys.argv[1:])])
+    return shlex.join(
+        ["python", f"benchmarks/{Path(sys.argv[0]).name}", *shown_words(sys.argv[1:])])
 
 
-def run_benches(doc: str, benches: dict[str, Callable[[argparse.Namespace], list[dict]]], *, question: str, against: str,
-                extra: Callable[[argparse.ArgumentParser], None] = lambda parser: None, defaults: dict | None = None) -> None:
+def run_benches(doc: str, benches: dict[str, Callable[[argparse.Namespace],
+                                                      list[dict]]], *, question: str, against: str,
+                extra: Callable[[argparse.ArgumentParser],
+                                None] = lambda parser: None, defaults: dict | None = None) -> None:
+    """Runs the benchmarks that --only names one after another, and reports one table for each.
+
+    Args:
+        benches: functions by name. The first line of their docstring is the title of the table.
+        extra: adds options to the parser.
     """
-    The program of a file of benchmarks: those that --only names, one after another, then all figures, a table for each.
-
-    benches: by name; the first line of a docstring is the title of its table. extra: adds options of its own.
-    """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=doc,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--only", default=",".join(benches), help="comma-separated: %(default)s")
@@ -135,5 +163,6 @@ def run_benches(doc: str, benches: dict[str, Callable[[argparse.Namespace], list
     torch.manual_seed(0)
     figures = {name: benches[name](args) for name in names}
     titles = {name: (benches[name].__doc__ or name).strip().split("\n")[0] for name in names}
-    report(args, doc, question=question, against=against, tables=[figures_table(found, titles[name]) for name, found in figures.items()],
+    report(args, doc, question=question, against=against,
+           tables=[figures_table(found, titles[name]) for name, found in figures.items()],
            figures=[figure for found in figures.values() for figure in found])

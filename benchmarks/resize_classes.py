@@ -1,16 +1,19 @@
-"""Classes that come: what a new row costs, with its bias, its sampler and the state of RowAdam, beside the same by hand.
+"""Measures the cost of adding classes, with bias, sampler and RowAdam state, compared with the same
+by hand.
 
     python benchmarks/resize_classes.py --threads 1
     python benchmarks/resize_classes.py --threads 1 --only stream
 
-`rows`: a loss of 100,000 classes of 64 features that RowAdam has stepped gains 30,000 rows, one or 1,000 at a time: the time of all calls over the rows, with
-every copy of a table and every layout that so many rows bring about. By hand: torch.cat of table, bias and state into a new layer and a new torch.optim.Adam, a
-median of calls that add one row.
+`rows` adds 30,000 rows, one or 1,000 at a time, to a loss with 100,000 classes of width 64 that
+RowAdam has trained. The time of all calls is divided by the number of rows, and includes all copies
+of tables and all rebuilt layouts. By hand: torch.cat of table, bias and state into a new layer and
+a new torch.optim.Adam; the median of calls that add one row.
 
-`stream`: one new class, one training step (256 queries), one new class, ... beside steps alone, in blocks by turns: what the table, the optimizer and the
-sampler leave for the next step to do is in the difference. Samplers do not refresh in these steps.
+`stream` alternates between adding one class and one training step (256 queries), compared with
+steps only, in interleaved blocks. The difference includes the work that the table, the optimizer
+and the sampler defer to the next step. Samplers do not refresh in these steps.
 
-Times are those of the process on the CPU, which other programs disturb less: take one thread.
+Times are CPU times of the process, which depend less on other programs; use one thread.
 """
 
 import statistics
@@ -24,7 +27,7 @@ from records import run_benches
 from timing import interleave
 
 N, D, BATCH, ROWS = 100_000, 64, 256, 30_000
-BLOCK = 25  # turns of one kind before those of the other
+BLOCK = 25  # number of steps per block
 
 
 def counts():
@@ -43,12 +46,13 @@ SAMPLERS = {
     "unigram, independent": lambda: xs.samplers.UnigramSampler(counts(), 512, distinct=False),
     "unigram, streamed": lambda: xs.samplers.UnigramSampler(streamed(), 512, refresh_every=0),
     "midx": lambda: xs.samplers.MidxSampler(N, D, 20, bias=True, refresh_every=0),
-    "midx, distinct": lambda: xs.samplers.MidxSampler(N, D, 20, bias=True, distinct=True, refresh_every=0),
+    "midx, distinct": lambda: xs.samplers.MidxSampler(N, D, 20, bias=True, distinct=True,
+                                                      refresh_every=0),
     "lsh": lambda: xs.samplers.LshSampler(N, D, 20, bias=True, refresh_every=0),
     "sphere": lambda: xs.samplers.SphereSampler(N, D, 20, bias=True, refresh_every=0),
     "rff": lambda: xs.samplers.RffSampler(N, D, 20, bias=True, refresh_every=0),
 }
-LAID_OUT = ("midx, distinct",)  # anew in each call
+LAID_OUT = ("midx, distinct",)  # rebuilt in each call
 
 
 def step(loss, optimizer) -> None:
@@ -73,7 +77,7 @@ def microseconds_a_row(make, at_a_time: int, rows: int) -> float:
 
 
 def by_hand():
-    """A layer and its Adam, which a call replaces by those of one row more."""
+    """Returns a function that replaces a layer and its Adam by those with one more row."""
     made = {"linear": nn.Linear(D, N)}
     made["optimizer"] = torch.optim.Adam(made["linear"].parameters())
     for parameter in made["linear"].parameters():
@@ -84,11 +88,16 @@ def by_hand():
         old, adam = made["linear"], made["optimizer"]
         linear = nn.Linear(D, old.out_features + 1, device="meta")
         for name, parameter in old.named_parameters():
-            setattr(linear, name, nn.Parameter(torch.cat([parameter.detach(), torch.randn(1, *parameter.shape[1:])])))
+            setattr(
+                linear, name,
+                nn.Parameter(torch.cat([parameter.detach(),
+                                        torch.randn(1, *parameter.shape[1:])])))
         made["linear"], made["optimizer"] = linear, torch.optim.Adam(linear.parameters())
         for before, after in zip(old.parameters(), linear.parameters()):
-            made["optimizer"].state[after] = {key: torch.cat([value, torch.zeros(1, *value.shape[1:])]) if value.dim() else value for key, value in
-                                              adam.state[before].items()}
+            made["optimizer"].state[after] = {
+                key: torch.cat([value, torch.zeros(1, *value.shape[1:])]) if value.dim() else value
+                for key, value in adam.state[before].items()
+            }
 
     return add
 
@@ -100,8 +109,12 @@ def bench_rows(args) -> list[dict]:
         for at_a_time in (1, 1000):
             rows = args.slow_rows if at_a_time == 1 and name in LAID_OUT else ROWS
             runs = sorted(microseconds_a_row(make, at_a_time, rows) for _ in range(args.repeats))
-            figures.append({"figure": f"{name}, {at_a_time:,} at a time: us a row", "value": runs[len(runs) // 2]})
-    median = interleave({"by hand": by_hand()}, 5 * args.repeats, clock=time.process_time)["by hand"]
+            figures.append({
+                "figure": f"{name}, {at_a_time:,} at a time: us a row",
+                "value": runs[len(runs) // 2]
+            })
+    median = interleave({"by hand": by_hand()}, 5 * args.repeats,
+                        clock=time.process_time)["by hand"]
     return [*figures, {"figure": "by hand, 1 at a time: us a row", "value": 1e6 * median}]
 
 
@@ -119,15 +132,26 @@ def bench_stream(args) -> list[dict]:
                 step(loss, optimizer)
             return 1e6 * (time.process_time() - start) / BLOCK
 
-        turns(True), turns(False)  # the first class moves the tables
+        turns(True), turns(False)  # the first new class reallocates the tables
         pairs = [(turns(True), turns(False)) for _ in range(4 * args.repeats)]
-        figures += [{"figure": f"{name}: us a class and a step", "value": statistics.median(pair[0] for pair in pairs)},
-                    {"figure": f"{name}: us a step alone", "value": statistics.median(pair[1] for pair in pairs)},
-                    {"figure": f"{name}: us that the class adds", "value": statistics.median(pair[0] - pair[1] for pair in pairs)}]
+        figures += [{
+            "figure": f"{name}: us a class and a step",
+            "value": statistics.median(pair[0] for pair in pairs)
+        }, {
+            "figure": f"{name}: us a step alone",
+            "value": statistics.median(pair[1] for pair in pairs)
+        }, {
+            "figure": f"{name}: us that the class adds",
+            "value": statistics.median(pair[0] - pair[1] for pair in pairs)
+        }]
     return figures
 
 
 if __name__ == "__main__":
-    run_benches(__doc__, {"rows": bench_rows, "stream": bench_stream}, question="What does a new class cost?",
-                against="torch.cat of table, bias and the state of torch.optim.Adam", extra=lambda parser: parser.add_argument(
-                    "--slow-rows", type=int, default=100, help="that a sampler which is laid out in each call gains one by one"))
+    run_benches(
+        __doc__, {"rows": bench_rows, "stream": bench_stream},
+        question="What does a new class cost?",
+        against="torch.cat of table, bias and the state of torch.optim.Adam",
+        extra=lambda parser: parser.add_argument(
+            "--slow-rows", type=int, default=100, help="number of rows to add one by one for "
+            "samplers that are rebuilt in each call"))

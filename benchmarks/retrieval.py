@@ -1,15 +1,20 @@
-"""The best ten of a million trained items: certified search beside scoring all, and recall against time beside faiss.
+"""Searches the best ten of a million trained items: certified search compared with scoring all
+items, and recall against time compared with faiss.
 
-    python benchmarks/retrieval.py --out FOLDER [--items 1000000] [--steps 2000] [--gowalla train.txt | --random] [--picture docs/experiments/retrieval.png]
+    python benchmarks/retrieval.py --out FOLDER [--items 1000000] [--steps 2000]
+                                   [--gowalla train.txt | --random]
+                                   [--picture docs/experiments/retrieval.png]
                                    [--threads 1] [--json [FILE]]
 
-Needs faiss-cpu, and matplotlib for the picture, in the environment. --out keeps the trained vectors (retrieval_data.py) and the faiss indices. --gowalla:
-trains on recorded users instead, a file with a line for each: the user, then its items. --random: rows and queries that point anywhere, the worst case of a
-certificate; scoring all is the only rival then.
+Requires faiss-cpu, and matplotlib for the picture. --out keeps the trained vectors
+(retrieval_data.py) and the faiss indices. --gowalla trains on recorded users instead: a file with
+one line per user, the user followed by its items. --random uses rows and queries in random
+directions, the worst case for a certificate; the only rival is then to score all items.
 
-Scoring all, the strongest of: loss.topk, a matrix product and torch.topk, faiss IndexFlatIP. Figures are medians over --repeats of all settings in turns,
-of a batch of 256 queries and of queries one at a time (32 a turn); on one thread of the processor's time, which other programs do not lengthen. Recall: of
-the ten of largest score.
+"Scoring all" is the fastest of loss.topk, a matrix product with torch.topk, and faiss IndexFlatIP.
+Figures are medians over --repeats of all settings in turn, for a batch of 256 queries and for
+single queries (32 per turn). With one thread they are processor times, which do not depend on other
+programs. Recall refers to the ten items with the largest scores.
 """
 
 import argparse
@@ -34,35 +39,44 @@ def faiss_index(args, loss, kind):
     path = args.out / f"{args.name}_{kind}.faiss"
     start = time.perf_counter()
     if not path.exists():
-        faiss.write_index(xs.to_faiss(loss, kind, neighbors=args.neighbors, ef_construction=args.ef_construction), str(path))
+        faiss.write_index(
+            xs.to_faiss(loss, kind, neighbors=args.neighbors, ef_construction=args.ef_construction),
+            str(path))
         print(f"{kind}: {time.perf_counter() - start:.0f} s", flush=True)
     return faiss.read_index(str(path))
 
 
 def with_setting(index, name, value):
-    """A search of faiss with one setting."""
+    """Returns a faiss search with one setting."""
     def run(queries):
         faiss.ParameterSpace().set_index_parameter(index, name, value)
         return torch.from_numpy(index.search(queries.numpy(), K)[1])
+
     return run
 
 
 def methods(args, loss):
-    """name -> (family, setting, a function of queries that gives ids)."""
+    """Returns name -> (family, setting, function from queries to ids)."""
     weight = loss.linear.weight.detach()
     flat = faiss_index(args, loss, "flat")
-    found = {"xsoftmax, certified": ("certified", 0, lambda q: loss.search(q, K).ids),
-             "loss.topk": ("all", 0, lambda q: loss.topk(q, K)[1]), "matmul + topk": ("all", 0, lambda q: (q @ weight.T).topk(K).indices),
-             "faiss IndexFlatIP": ("all", 0, lambda q: torch.from_numpy(flat.search(q.numpy(), K)[1]))}
+    found = {
+        "xsoftmax, certified": ("certified", 0, lambda q: loss.search(q, K).ids),
+        "loss.topk": ("all", 0, lambda q: loss.topk(q, K)[1]),
+        "matmul + topk": ("all", 0, lambda q: (q @ weight.T).topk(K).indices),
+        "faiss IndexFlatIP": ("all", 0, lambda q: torch.from_numpy(flat.search(q.numpy(), K)[1]))
+    }
     if args.random:
         return found
     ivf, hnsw = (faiss_index(args, loss, kind) for kind in ("ivf", "hnsw"))
     for cells in CELLS:
-        found[f"xsoftmax, {cells} cells"] = "xsoftmax", cells, lambda q, cells=cells: loss.search(q, K, max_cells=cells).ids
+        found[f"xsoftmax, {cells} cells"] = "xsoftmax", cells, lambda q, cells=cells: loss.search(
+            q, K, max_cells=cells).ids
     for probes in PROBES:
-        found[f"faiss IndexIVFFlat, {probes} lists"] = "faiss IndexIVFFlat", probes, with_setting(ivf, "nprobe", probes)
+        found[f"faiss IndexIVFFlat, {probes} lists"] = "faiss IndexIVFFlat", probes, with_setting(
+            ivf, "nprobe", probes)
     for beam in BEAMS:
-        found[f"faiss IndexHNSWFlat, beam of {beam}"] = "faiss IndexHNSWFlat", beam, with_setting(hnsw, "efSearch", beam)
+        found[f"faiss IndexHNSWFlat, beam of {beam}"] = "faiss IndexHNSWFlat", beam, with_setting(
+            hnsw, "efSearch", beam)
     return found
 
 
@@ -76,50 +90,76 @@ def measure(args, loss, queries):
     want = runs["xsoftmax, certified"][2](held_out)
     shown = queries[:BATCH]
     exact = (shown.double() @ loss.linear.weight.detach().double().T).topk(K).indices
-    assert torch.equal(exact, runs["xsoftmax, certified"][2](shown)), "certified search is not exact"
-    results = {name: {"family": family, "setting": setting, "recall": 1.0 if family == "all" else recall(run(held_out), want)}
-               for name, (family, setting, run) in runs.items()}
+    assert torch.equal(exact,
+                       runs["xsoftmax, certified"][2](shown)), "certified search is not exact"
+    results = {
+        name: {
+            "family": family, "setting": setting,
+            "recall": 1.0 if family == "all" else recall(run(held_out), want)
+        }
+        for name, (family, setting, run) in runs.items()
+    }
     one = [queries[i:i + 1] for i in range(SINGLE)]
 
     def each(run):
         return lambda: [run(query) for query in one]
 
     clock = time.process_time if args.threads == 1 else time.perf_counter
-    batch = interleave({name: lambda run=run: run(shown) for name, (_, _, run) in runs.items()}, args.repeats, 1, clock)
-    single = interleave({name: each(run) for name, (_, _, run) in runs.items()}, args.repeats, 1, clock)
+    batch = interleave({name: lambda run=run: run(shown)
+                        for name, (_, _, run) in runs.items()}, args.repeats, 1, clock)
+    single = interleave({name: each(run)
+                         for name, (_, _, run) in runs.items()}, args.repeats, 1, clock)
     for name, found in results.items():
         found["batch"], found["single"] = batch[name] / BATCH, single[name] / SINGLE
     return results
 
 
 def least(results, family, share, mode):
-    """The fastest setting of a family that reaches a recall; none: none does."""
-    reached = [(one[mode], name) for name, one in results.items() if one["family"] == family and one["recall"] >= share]
+    """Returns the fastest setting of a family that reaches a recall; None if there is none."""
+    reached = [(one[mode], name) for name, one in results.items()
+               if one["family"] == family and one["recall"] >= share]
     return min(reached) if reached else None
 
 
 def figures(args, loss, results, queries):
     found = []
     for mode in ("batch", "single"):
-        certified, (brute, name) = results["xsoftmax, certified"][mode], least(results, "all", 1.0, mode)
-        found.append({"figure": f"certified top-10 / scoring all, {mode}", "value": certified / brute,
-                      "medians": f"xsoftmax {1e6 * certified:.0f} us, {name} {1e6 * brute:.0f} us a query"})
+        certified, (brute,
+                    name) = results["xsoftmax, certified"][mode], least(results, "all", 1.0, mode)
+        found.append({
+            "figure": f"certified top-10 / scoring all, {mode}", "value": certified / brute,
+            "medians": f"xsoftmax {1e6 * certified:.0f} us, {name} {1e6 * brute:.0f} us "
+            "a query"
+        })
         for share in (0.9, 0.95, 0.99):
-            ours = min(filter(None, (least(results, family, share, mode) for family in ("xsoftmax", "certified"))))
+            ours = min(
+                filter(None, (least(results, family, share, mode)
+                              for family in ("xsoftmax", "certified"))))
             for rival in ("faiss IndexIVFFlat", "faiss IndexHNSWFlat"):
                 theirs = least(results, rival, share, mode)
                 if theirs:
-                    found.append({"figure": f"recall {share}, {mode}: xsoftmax / {rival}", "value": ours[0] / theirs[0],
-                                  "medians": f"{ours[1]} {1e6 * ours[0]:.0f} us, {theirs[1]} {1e6 * theirs[0]:.0f} us a query"})
+                    found.append({
+                        "figure": f"recall {share}, {mode}: xsoftmax / {rival}",
+                        "value": ours[0] / theirs[0],
+                        "medians": f"{ours[1]} {1e6 * ours[0]:.0f} us, {theirs[1]} "
+                        f"{1e6 * theirs[0]:.0f} us a query"
+                    })
     held_out = queries[BATCH:BATCH + 2048]
     want = loss.search(held_out, K).ids
     index = loss.search_index(queries[-1024:])
     for share in (0.9, 0.95, 0.99):
         search = loss.search(held_out, K, recall=share)
-        found.append({"figure": f"recall of other queries where {share} is asked for", "value": recall(search.ids, want),
-                      "medians": f"{search.cells_read.double().mean():.1f} of {index.num_cells} cells"})
+        found.append({
+            "figure": f"recall of other queries where {share} is asked for",
+            "value": recall(search.ids, want),
+            "medians": f"{search.cells_read.double().mean():.1f} of {index.num_cells} "
+            "cells"
+        })
     exact = loss.search(held_out, K)
-    found.append({"figure": "cells read where certified, mean", "value": exact.cells_read.double().mean().item()})
+    found.append({
+        "figure": "cells read where certified, mean",
+        "value": exact.cells_read.double().mean().item()
+    })
     return found
 
 
@@ -128,15 +168,23 @@ def draw(results, title, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colors = {"xsoftmax": "tab:blue", "faiss IndexIVFFlat": "tab:orange", "faiss IndexHNSWFlat": "tab:green"}
+    colors = {
+        "xsoftmax": "tab:blue", "faiss IndexIVFFlat": "tab:orange",
+        "faiss IndexHNSWFlat": "tab:green"
+    }
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    for axis, mode, heading in zip(axes, ("single", "batch"), ("queries one at a time", f"a batch of {BATCH} queries")):
+    for axis, mode, heading in zip(axes, ("single", "batch"),
+                                   ("queries one at a time", f"a batch of {BATCH} queries")):
         for family, color in colors.items():
-            points = sorted((one["recall"], 1e6 * one[mode]) for one in results.values() if one["family"] == family)
-            axis.plot([p[1] for p in points], [p[0] for p in points], marker="o", markersize=4, color=color, label=family)
-        axis.plot([1e6 * results["xsoftmax, certified"][mode]], [1.0], marker="*", markersize=14, linestyle="", color="tab:blue", label="xsoftmax, certified")
+            points = sorted((one["recall"], 1e6 * one[mode])
+                            for one in results.values() if one["family"] == family)
+            axis.plot([p[1] for p in points], [p[0] for p in points], marker="o", markersize=4,
+                      color=color, label=family)
+        axis.plot([1e6 * results["xsoftmax, certified"][mode]], [1.0], marker="*", markersize=14,
+                  linestyle="", color="tab:blue", label="xsoftmax, certified")
         brute, name = least(results, "all", 1.0, mode)
-        axis.plot([1e6 * brute], [1.0], marker="s", markersize=7, linestyle="", color="black", label=f"all classes ({name})")
+        axis.plot([1e6 * brute], [1.0], marker="s", markersize=7, linestyle="", color="black",
+                  label=f"all classes ({name})")
         axis.set_xscale("log")
         axis.set_xlabel("microseconds a query")
         axis.set_title(heading)
@@ -150,14 +198,16 @@ def draw(results, title, path):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder for vectors and indices")
     parser.add_argument("--items", type=int, default=1_000_000)
-    parser.add_argument("--steps", type=int, default=2000, help="of training")
+    parser.add_argument("--steps", type=int, default=2000, help="number of training steps")
     parser.add_argument("--gowalla", type=Path, help="train.txt of the Gowalla set")
-    parser.add_argument("--random", action="store_true", help="rows and queries from the normal distribution")
-    parser.add_argument("--neighbors", type=int, default=32, help="of IndexHNSWFlat")
-    parser.add_argument("--ef-construction", type=int, default=200, help="of IndexHNSWFlat")
+    parser.add_argument("--random", action="store_true", help="normally distributed rows and "
+                        "queries")
+    parser.add_argument("--neighbors", type=int, default=32, help="option of IndexHNSWFlat")
+    parser.add_argument("--ef-construction", type=int, default=200, help="option of IndexHNSWFlat")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
@@ -171,8 +221,10 @@ def main() -> None:
         weight, queries = torch.randn(args.items, 64), torch.randn(4096, 64)
         args.out.mkdir(parents=True, exist_ok=True)
     else:
-        args.name = f"gowalla_64_{args.steps}" if args.gowalla else f"vectors_{args.items}_64_{args.steps}"
-        vectors = retrieval_data.trained(args.out, args.name, args.gowalla or args.items, steps=args.steps)
+        args.name = (f"gowalla_64_{args.steps}"
+                     if args.gowalla else f"vectors_{args.items}_64_{args.steps}")
+        vectors = retrieval_data.trained(args.out, args.name, args.gowalla or args.items,
+                                         steps=args.steps)
         weight, queries = vectors["weight"].float(), vectors["queries"].float()
     loss = xs.LinearCrossEntropyLoss(weight.shape[1], weight.shape[0], device="meta").eval()
     loss.linear.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -182,13 +234,19 @@ def main() -> None:
     results = measure(args, loss, queries)
     size = sum(part.numel() * part.element_size() for part in index.tensors)
     found = figures(args, loss, results, queries)
-    found += [{"figure": "index: memory / that of the table", "value": size / (4 * weight.numel())}, {"figure": "index: seconds to make", "value": built}]
+    found += [{"figure": "index: memory / that of the table", "value": size / (4 * weight.numel())},
+              {"figure": "index: seconds to make", "value": built}]
     if args.picture:
         threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
-        draw(results, f"The best {K} of {len(weight):,} {'random' if args.random else 'trained'} items of width {weight.shape[1]}, {threads}", args.picture)
-    rows = [{"search": name, "recall@10": f"{one['recall']:.4f}", "single": f"{1e6 * one['single']:.0f} us", "batch": f"{1e6 * one['batch']:.1f} us"}
-            for name, one in results.items()]
-    report(args, __doc__, question="How fast are the best classes of many found?", against=f"faiss-cpu {faiss.__version__}; scoring all classes",
+        draw(
+            results, f"The best {K} of {len(weight):,} {'random' if args.random else 'trained'} "
+            f"items of width {weight.shape[1]}, {threads}", args.picture)
+    rows = [{
+        "search": name, "recall@10": f"{one['recall']:.4f}",
+        "single": f"{1e6 * one['single']:.0f} us", "batch": f"{1e6 * one['batch']:.1f} us"
+    } for name, one in results.items()]
+    report(args, __doc__, question="How fast are the best classes of many found?",
+           against=f"faiss-cpu {faiss.__version__}; scoring all classes",
            tables=[table(rows), figures_table(found)], results=results, figures=found)
 
 

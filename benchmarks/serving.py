@@ -1,11 +1,16 @@
-"""Latency of a model that is served: an encoder and the ten best of many classes, by each way out of training.
+"""Measures the latency of a served model, an encoder with the ten best of many classes, for each
+way to deploy it.
 
-    python benchmarks/serving.py [--classes 100000] [--width 64] [--batch 64] [--threads 1] [--repeats 101] [--serve PROGRAM] [--json [FILE]]
+    python benchmarks/serving.py [--classes 100000] [--width 64] [--batch 64] [--threads 1]
+                                 [--repeats 101] [--serve PROGRAM] [--json [FILE]]
 
-The encoder is an MLP (width -> 4 width -> width, with a layer norm). Its head is `loss.topk(hidden, 10)`, or, plain, the log-softmax of an nn.Linear and
-torch's topk. Each way answers one query, and a batch. Calls take turns in one process; times are medians, ratios medians of the ratios of turns. Packages of
-AOTInductor are run by Python's loader, which wraps that of C++; `--serve build/cpp_app/serve` adds a row of the C++ program of examples/cpp_app, in a process
-of its own, after the turns. onnxruntime runs `topk` as xs.decompositions() has it. It needs the extra `deployment`.
+The encoder is an MLP (width -> 4 width -> width, with a layer norm). Its head is `loss.topk(hidden,
+10)`, or, in the plain model, the log-softmax of an nn.Linear and torch's topk. Each way answers one
+query, and a batch. Calls are interleaved in one process; times are medians, ratios are medians of
+the ratios of turns. AOTInductor packages are run by Python's loader, which wraps the C++ one.
+`--serve build/cpp_app/serve` adds a row for the C++ program of examples/cpp_app, in its own process
+after the turns. onnxruntime runs `topk` with xs.decompositions(). It requires the extra
+`deployment`.
 """
 
 import argparse
@@ -45,15 +50,18 @@ class Plain(torch.nn.Module):
 
 def compiled(model: torch.nn.Module, queries: torch.Tensor, path: Path) -> Callable:
     program = torch.export.export(model, (queries,), dynamic_shapes=({0: torch.export.Dim("Q")},))
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path),
-                                             inductor_configs={"aot_inductor.metadata": {"width": str(queries.shape[1])}})
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=str(path),
+        inductor_configs={"aot_inductor.metadata": {"width": str(queries.shape[1])}})
     return torch._inductor.aoti_load_package(str(path))
 
 
 def in_onnx(model: torch.nn.Module, queries: torch.Tensor, path: Path, threads: int) -> Callable:
     import onnxruntime
 
-    program = torch.export.export(model, (queries,), dynamic_shapes=({0: torch.export.Dim("Q")},)).run_decompositions(xs.decompositions())
+    program = torch.export.export(model, (queries,),
+                                  dynamic_shapes=({0: torch.export.Dim("Q")
+                                                   },)).run_decompositions(xs.decompositions())
     torch.onnx.export(program, f=str(path), verbose=False)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -63,14 +71,18 @@ def in_onnx(model: torch.nn.Module, queries: torch.Tensor, path: Path, threads: 
 
 
 def in_cpp(args: argparse.Namespace, package: Path, queries: torch.Tensor, batch: int) -> float:
-    """The median that examples/cpp_app/serve reports, in seconds."""
+    """Returns the median in seconds that examples/cpp_app/serve reports."""
     text = "".join(" ".join(map(str, query)) + "\n" for query in queries.tolist()) * 10
-    done = subprocess.run([args.serve, package, "--batch", str(batch), "--threads", str(args.threads)], input=text, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [args.serve, package, "--batch",
+         str(batch), "--threads",
+         str(args.threads)], input=text, capture_output=True, text=True, check=True)
     return 1e-6 * float(re.search(r"median ([\d.]+) us", done.stderr).group(1))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", type=int, default=100_000)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch", type=int, default=64)
@@ -81,11 +93,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    warnings.filterwarnings("ignore")  # of torch's exporters, on themselves
+    warnings.filterwarnings("ignore")  # torch's exporters warn about themselves
     wide = 4 * args.width
-    encoder = torch.nn.Sequential(torch.nn.Linear(args.width, wide), torch.nn.GELU(), torch.nn.Linear(wide, args.width), torch.nn.LayerNorm(args.width))
-    loss = xs.SampledSoftmaxLoss(args.width, args.classes, sampler="uniform", num_samples=512, bias=True)
-    model, plain, queries = Model(encoder, loss).eval(), Plain(encoder, loss.linear).eval(), torch.randn(args.batch, args.width)
+    encoder = torch.nn.Sequential(torch.nn.Linear(args.width, wide), torch.nn.GELU(),
+                                  torch.nn.Linear(wide, args.width), torch.nn.LayerNorm(args.width))
+    loss = xs.SampledSoftmaxLoss(args.width, args.classes, sampler="uniform", num_samples=512,
+                                 bias=True)
+    model, plain, queries = Model(encoder, loss).eval(), Plain(encoder,
+                                                               loss.linear).eval(), torch.randn(
+                                                                   args.batch, args.width)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         path = Path(folder)
         ways = {
@@ -99,15 +115,25 @@ def main() -> None:
         right = model(queries)[1]
         for name, way in ways.items():
             wrong = (torch.as_tensor(way(queries)[1]) != right).double().mean()
-            assert wrong < 0.01, f"{name} has other ids: {wrong:.1%}"  # two scores may differ by less than a rounding
+            # two scores may differ by less than a rounding error
+            assert wrong < 0.01, f"{name} has other ids: {wrong:.1%}"
         rows = [{"way": name} for name in ways]
         found = []
         for title, count in (("one query", 1), (f"{args.batch} queries", args.batch)):
-            seconds = turns({name: (lambda way=way: way(queries[:count])) for name, way in ways.items()}, args.repeats, warmup=10)
+            seconds = turns(
+                {name: (lambda way=way: way(queries[:count]))
+                 for name, way in ways.items()}, args.repeats, warmup=10)
             for row, (name, times) in zip(rows, seconds.items()):
-                ratio = statistics.median(a / b for a, b in zip(times, seconds["topk, AOTInductor"]))
-                row |= {title: f"{1e3 * statistics.median(times):.3g} ms", f"{title}, / AOTInductor": f"{ratio:.2f}"}
-                found.append({"way": name, "queries": count, "seconds": statistics.median(times), "ratio": ratio})
+                ratio = statistics.median(a / b
+                                          for a, b in zip(times, seconds["topk, AOTInductor"]))
+                row |= {
+                    title: f"{1e3 * statistics.median(times):.3g} ms", f"{title}, / "
+                    "AOTInductor": f"{ratio:.2f}"
+                }
+                found.append({
+                    "way": name, "queries": count, "seconds": statistics.median(times),
+                    "ratio": ratio
+                })
         if args.serve:
             rows.append({"way": "topk, AOTInductor, C++"})
             for title, count in (("one query", 1), (f"{args.batch} queries", args.batch)):
@@ -116,9 +142,13 @@ def main() -> None:
                 found.append({"way": "topk, AOTInductor, C++", "queries": count, "seconds": taken})
     import onnxruntime
 
-    report(args, __doc__, question="What does an answer cost, by each way of serving a model?",
-           against=f"nn.Linear and torch.topk of torch {torch.__version__}; onnxruntime {onnxruntime.__version__}",
-           tables=[table(rows, f"{args.classes:,} classes, width {args.width}, threads: {args.threads}")], figures=found)
+    report(
+        args, __doc__, question="What does an answer cost, by each way of serving a model?",
+        against=f"nn.Linear and torch.topk of torch {torch.__version__}; onnxruntime "
+        f"{onnxruntime.__version__}", tables=[
+            table(rows, f"{args.classes:,} classes, width {args.width}, threads: "
+                  f"{args.threads}")
+        ], figures=found)
 
 
 if __name__ == "__main__":

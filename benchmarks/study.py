@@ -1,4 +1,5 @@
-"""Many runs of an example that differ in a few options: the common part of perplexity.py and recommend.py."""
+"""Runs an example many times with different options: the common part of perplexity.py and
+recommend.py."""
 
 import argparse
 import importlib
@@ -24,25 +25,35 @@ from examples.common.report import drawing
 EXACT = ["--loss", "exact"]
 PLAIN = ("--estimator", "sampled_softmax")
 RANKING = ("--estimator", "ranking")
-MIDX = ("--codewords", "256", "--refresh-every", "100")  # cheap beside an encoder; the draws are nearer the softmax than with 64 and 500
+# cheap compared with an encoder; the proposal is closer to the softmax than with 64 and 500
+MIDX = ("--codewords", "256", "--refresh-every", "100")
 
 
 def sampled(sampler: str, samples: str, head: int = 0, *more: str) -> list[str]:
-    options = [*(() if "--estimator" in more else PLAIN), *more, *(MIDX if "midx" in sampler else ())]
-    return ["--loss", "sampled", "--sampler", *sampler.split(), "--samples", *samples.split(), "--head", str(head), *options]
+    options = [
+        *(() if "--estimator" in more else PLAIN), *more, *(MIDX if "midx" in sampler else ())
+    ]
+    return [
+        "--loss", "sampled", "--sampler", *sampler.split(), "--samples", *samples.split(), "--head",
+        str(head), *options
+    ]
 
 
 def cane(source: str, candidates: int, *more: str) -> list[str]:
-    """more: in the place of one uniform noise."""
-    return ["--loss", "cane", "--candidates-from", source, "--candidates", str(candidates), "--noises", "1", "--noise", "uniform",
-            "--noise-reduction", "mean_of_logs", *more]
+    """Returns the options of CANE; `more` overrides the default of one uniform noise."""
+    return [
+        "--loss", "cane", "--candidates-from", source, "--candidates",
+        str(candidates), "--noises", "1", "--noise", "uniform", "--noise-reduction", "mean_of_logs",
+        *more
+    ]
 
 
 SIZES = (20, 100, 500, 2000)
 
-MOST_PRIVATE = 500  # more private draws than that cost more than the exact loss of the smaller problems
+# more private samples would cost more than the exact loss in the smaller problems
+MOST_PRIVATE = 500
 
-# How to score so many classes a query, the target left out.
+# Ways to score a number of classes per query, not counting the target.
 CURVES = {
     "shared uniform": lambda m: sampled("uniform", str(m)),
     "shared unigram": lambda m: sampled("unigram", str(m)),
@@ -51,41 +62,53 @@ CURVES = {
     "private midx, ranking": lambda m: sampled("midx", str(m), 0, *RANKING),
     "head + private midx": lambda m: sampled("midx", str(m - m // 2), m // 2),
     "head + private midx, ranking": lambda m: sampled("midx", str(m - m // 2), m // 2, *RANKING),
-    "head + shared unigram + private midx": lambda m: sampled("unigram midx", f"{m * 2 // 5} {m - m * 4 // 5}", m * 2 // 5),
+    "head + shared unigram + private midx": lambda m: sampled(
+        "unigram midx", f"{m * 2 // 5} {m - m * 4 // 5}", m * 2 // 5),
 }
 
 
 def private_draws(method: list[str]) -> int:
-    """Of all the adaptive samplers of a method: theirs are private."""
-    samplers = method[method.index("--sampler") + 1 : method.index("--samples")]
-    counts = method[method.index("--samples") + 1 :]
+    """Returns the number of private samples of a method: those of its adaptive samplers."""
+    samplers = method[method.index("--sampler") + 1:method.index("--samples")]
+    counts = method[method.index("--samples") + 1:]
     return sum(int(count) for sampler, count in zip(samplers, counts) if "midx" in sampler)
 
 
 class Study:
-    """
-    Every run is one of the example's train.py, with its checkpoint: stopped at any time, the same command goes on.
+    """Runs the train.py of an example with checkpoints, so that the same command continues after an
+    interruption.
 
-    example: its name
-    args: of make_parser
-    common: options of all runs
-    figure: of the finished run: null in its history.json until then
-    cost: of a run's figures, what a learning rate should make small
+    Args:
+        example: its name.
+        args: the result of make_parser.
+        common: options of all runs.
+        figure: a metric of finished runs, which is null in history.json until a run is finished.
+        cost: computes from a run's metrics the value to minimise over learning rates.
     """
-
-    def __init__(self, example: str, args: argparse.Namespace, common: list[str], figure: str, cost: Callable[[dict], float]):
+    def __init__(self, example: str, args: argparse.Namespace, common: list[str], figure: str,
+                 cost: Callable[[dict], float]):
         self.example, self.args, self.figure = example, args, figure
-        self.common = ["--data", args.data, "--schedule", "cosine", "--threads", str(args.threads), *common, *args.options]
+        self.common = [
+            "--data", args.data, "--schedule", "cosine", "--threads",
+            str(args.threads), *common, *args.options
+        ]
         self.cost = lambda run: math.inf if "failed" in run else cost(run)
 
     def train(self, name: str, method: list[str], lr: float, epochs: float) -> dict:
-        """The figures of one run, made or finished or merely read."""
-        folder = self.args.out / f"{name.replace(',', '').replace(' ', '-')}-lr{lr:g}-epochs{epochs:g}"
+        """Returns the metrics of one run, after running or resuming it if necessary."""
+        name = f"{name.replace(',', '').replace(' ', '-')}-lr{lr:g}-epochs{epochs:g}"
+        folder = self.args.out / name
         checkpoint = folder / "checkpoint.pt"
         history = folder / "history.json"
         if not (history.is_file() and self.finished(history)):
-            command = [sys.executable, str(ROOT / "examples" / self.example / "train.py"), *self.common, *method, "--lr", str(lr), "--epochs", str(epochs),
-                       "--output", str(folder), "--checkpoint", str(checkpoint), *(["--resume"] if checkpoint.is_file() else [])]
+            command = [
+                sys.executable,
+                str(ROOT / "examples" / self.example / "train.py"), *self.common, *method, "--lr",
+                str(lr), "--epochs",
+                str(epochs), "--output",
+                str(folder), "--checkpoint",
+                str(checkpoint), *(["--resume"] if checkpoint.is_file() else [])
+            ]
             if not self.args.read_only:
                 folder.mkdir(parents=True, exist_ok=True)
                 with open(folder / "log.txt", "a") as log:
@@ -96,7 +119,7 @@ class Study:
                     raise SystemExit(f"{' '.join(command)}: exit {code}, see {folder / 'log.txt'}")
             elif not history.is_file():
                 return {"failed": "not run"}
-        if self.finished(history):  # tens of megabytes that nobody reads again
+        if self.finished(history):  # delete tens of megabytes that are no longer needed
             checkpoint.unlink(missing_ok=True)
             (folder / "model.pt").unlink(missing_ok=True)
         return json.loads(history.read_text())["runs"][0]
@@ -108,30 +131,41 @@ class Study:
         with ThreadPoolExecutor(self.args.jobs) as pool:
             return list(pool.map(lambda run: self.train(*run), runs))
 
-    def long_runs(self, methods: dict[str, list[str]], rates: tuple[float, ...]) -> list[tuple[str, float, dict]]:
-        """
-        Of each method: its name, its best learning rate, and the figures of the long run with that. Short runs choose up to --finalists
-        rates, those within a tenth of the best, their long runs the best: what is best for a short run is often too high for a long one.
+    def long_runs(self, methods: dict[str, list[str]],
+                  rates: tuple[float, ...]) -> list[tuple[str, float, dict]]:
+        """Returns for each method its name, its best learning rate, and the metrics of the long run
+        with that rate.
+
+        Short runs select up to --finalists rates, those within a tenth of the best, and long runs
+        select the best of these, because the best rate of a short run is often too high for a long
+        one.
         """
         rates = tuple(self.args.rates or rates)
         if len(rates) == 1:
-            runs = self.map([(name, method, rates[0], self.args.epochs) for name, method in methods.items()])
+            runs = self.map([(name, method, rates[0], self.args.epochs)
+                             for name, method in methods.items()])
             return [(name, rates[0], run) for name, run in zip(methods, runs)]
-        grid = [(name, method, lr, self.args.search_epochs) for name, method in methods.items() for lr in rates]
+        grid = [(name, method, lr, self.args.search_epochs) for name, method in methods.items()
+                for lr in rates]
         costs = {(name, lr): self.cost(run) for (name, _, lr, _), run in zip(grid, self.map(grid))}
         finals = []
         for name, method in methods.items():
-            best = sorted(rates, key=lambda lr: costs[name, lr])[: self.args.finalists]
+            best = sorted(rates, key=lambda lr: costs[name, lr])[:self.args.finalists]
             goal = costs[name, best[0]]
-            finals += [(name, method, lr, self.args.epochs) for lr in best if costs[name, lr] <= goal + 0.1 * abs(goal)]
+            finals += [(name, method, lr, self.args.epochs)
+                       for lr in best if costs[name, lr] <= goal + 0.1 * abs(goal)]
         runs = {(name, lr): run for (name, _, lr, _), run in zip(finals, self.map(finals))}
-        best = {name: min((lr for known, lr in runs if known == name), key=lambda lr: self.cost(runs[name, lr])) for name in methods}
+        best = {
+            name: min((lr for known, lr in runs if known == name),
+                      key=lambda lr: self.cost(runs[name, lr]))
+            for name in methods
+        }
         return [(name, lr, runs[name, lr]) for name, lr in best.items()]
 
     def step_times(self, methods: dict[str, list[str]]) -> dict[str, float]:
-        """
-        Median seconds of a training step, the encoder's part in it, all methods in turn; kept in the folder, and measured with --time
-        only: it wants a quiet machine.
+        """Returns the median seconds of a training step, including the encoder, with all methods
+        interleaved. They are stored in the folder, and measured only with --time, which requires an
+        otherwise idle machine.
         """
         file = self.args.out / "step_times.json"
         if self.args.time:
@@ -147,42 +181,61 @@ class Study:
         return json.loads(file.read_text())["seconds"] if file.is_file() else {}
 
     def curve(self, label: str) -> list[dict]:
-        """
-        Runs of --search-epochs at --lr with the exact loss and every mix of CURVES in every size; plotted. label: of the ratio.
+        """Runs --search-epochs at --lr with the exact loss and with every mix of CURVES in every
+        size, and plots the results. `label` names the ratio.
 
-        Returns: a row a mix; by the number of classes scored for a query the ratio, and the time of a step.
+        Returns one row per mix, with the ratio and the time of a step for each number of classes
+        scored per query.
         """
         args = self.args
-        methods = {"exact": EXACT} | {f"{name} {size}": method(size) for name, method in CURVES.items() for size in args.sizes
-                                      if private_draws(method(size)) <= MOST_PRIVATE}
-        found = dict(zip(methods, self.map([(name, method, args.lr, args.search_epochs) for name, method in methods.items()])))
+        methods = {"exact": EXACT} | {
+            f"{name} {size}": method(size)
+            for name, method in CURVES.items()
+            for size in args.sizes if private_draws(method(size)) <= MOST_PRIVATE
+        }
+        found = dict(
+            zip(
+                methods,
+                self.map([(name, method, args.lr, args.search_epochs)
+                          for name, method in methods.items()])))
         exact, seconds = self.cost(found["exact"]), self.step_times(methods)
         ratio = {name: self.cost(run) / exact for name, run in found.items()}
         plot(ratio, seconds, args, label)
-        cell = {name: f"{value:.4g}" + (f", {1000 * seconds[name]:.0f} ms" if name in seconds else "") for name, value in ratio.items()}
-        return [{"method": "exact", "all": cell["exact"]},
-                *({"method": name} | {str(size): cell.get(f"{name} {size}", "") for size in args.sizes} for name in CURVES)]
+        cell = {
+            name: f"{value:.4g}" + (f", {1000 * seconds[name]:.0f} ms" if name in seconds else "")
+            for name, value in ratio.items()
+        }
+        return [{
+            "method": "exact", "all": cell["exact"]
+        }, *({"method": name} | {str(size): cell.get(f"{name} {size}", "")
+                                 for size in args.sizes} for name in CURVES)]
 
     def show(self, rows: list[dict], columns: list[str]) -> None:
-        """Those columns that a row has."""
-        report(self.args, self.args.about, question="How near does an estimate come to the exact loss?", against="the exact loss",
-               threads=self.args.threads,
-               tables=[table(rows, columns=[column for column in columns if any(column in row for row in rows)])], rows=rows)
+        """Reports the rows, without columns that no row has."""
+        report(
+            self.args, self.args.about, question="How near does an estimate come to the exact "
+            "loss?", against="the exact loss", threads=self.args.threads, tables=[
+                table(rows,
+                      columns=[column for column in columns if any(column in row for row in rows)])
+            ], rows=rows)
 
 
-def plot(ratio: dict[str, float], seconds: dict[str, float], args: argparse.Namespace, label: str) -> None:
+def plot(ratio: dict[str, float], seconds: dict[str, float], args: argparse.Namespace,
+         label: str) -> None:
     from matplotlib.ticker import FuncFormatter
 
     with drawing(args.out / "curve.png", size=(7.5, 5)) as axes:
         for name in CURVES:
             keys = {size: f"{name} {size}" for size in args.sizes if f"{name} {size}" in ratio}
-            points = [(1000 * seconds[key] if seconds else size, ratio[key]) for size, key in keys.items()
+            points = [(1000 * seconds[key] if seconds else size, ratio[key])
+                      for size, key in keys.items()
                       if math.isfinite(ratio[key]) and (not seconds or key in seconds)]
             if points:
                 axes.plot(*zip(*points), marker="o", markersize=4, label=name)
         axes.axhline(1.0, color="black", linewidth=0.8)
         if "exact" in seconds:
-            axes.axvline(1000 * seconds["exact"], color="black", linewidth=0.8, linestyle=":", label="a step of the exact loss")
+            axes.axvline(1000 * seconds["exact"], color="black", linewidth=0.8, linestyle=":",
+                         label="a step of the exact loss")
         axes.set_xscale("log")
         axes.set_yscale("log")
         for axis in (axes.xaxis, axes.yaxis):
@@ -196,40 +249,62 @@ def plot(ratio: dict[str, float], seconds: dict[str, float], args: argparse.Name
             axes.legend(fontsize="small")
 
 
-def make_parser(description: str, example: str, epochs: int, search_epochs: int) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help=f"as of examples/{example}/train.py")
-    parser.add_argument("--out", type=Path, required=True, help="a folder a run; kept between calls")
-    parser.add_argument("--epochs", type=float, default=epochs, help="of the table's runs (default: %(default)s)")
-    parser.add_argument("--search-epochs", type=float, default=search_epochs,
-                        help="of a learning rate's trial, and of a curve's run (default: %(default)s)")
-    parser.add_argument("--rates", type=float, nargs="+", help="learning rates of the table, instead of the study's own; one: no search")
-    parser.add_argument("--finalists", type=int, default=2, help="learning rates with a long run (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", help="methods of the table, beside the exact loss")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="of each (default: %(default)s)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="curve: classes scored (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=4e-3, help="of a curve's run (default: %(default)s)")
-    parser.add_argument("--time", action="store_true", help="measure the time of a step as well, the methods taking turns")
-    parser.add_argument("--time-threads", type=int, default=2, help="for that (default: %(default)s)")
-    parser.add_argument("--read-only", action="store_true", help="start nothing: show what is there")
+def make_parser(description: str, example: str, epochs: int,
+                search_epochs: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help=f"as in examples/{example}/train.py")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the runs; kept "
+                        "between calls")
+    parser.add_argument("--epochs", type=float, default=epochs, help="epochs of long runs "
+                        "(default: %(default)s)")
+    parser.add_argument(
+        "--search-epochs", type=float, default=search_epochs,
+        help="epochs of short runs and of the runs of a curve (default: "
+        "%(default)s)")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", help="learning rates of the table, "
+        "instead of those of the study; a single rate: "
+        "no search")
+    parser.add_argument("--finalists", type=int, default=2, help="number of learning rates with a "
+                        "long run (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", help="methods of the table, in addition to the exact "
+                        "loss")
+    parser.add_argument("--jobs", type=int, default=2, help="number of runs at the same time "
+                        "(default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each run (default: "
+                        "%(default)s)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES),
+                        help="curve: numbers of classes scored (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=4e-3, help="learning rate of a curve's runs "
+                        "(default: %(default)s)")
+    parser.add_argument("--time", action="store_true", help="also measure the time of a step, with "
+                        "interleaved methods")
+    parser.add_argument("--time-threads", type=int, default=2, help="threads for --time (default: "
+                        "%(default)s)")
+    parser.add_argument("--read-only", action="store_true", help="start no runs; show existing "
+                        "results")
     add_json(parser)
     return parser
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """What follows `--` becomes `options`."""
+    """Parses the arguments; those after `--` become `options`."""
     argv = sys.argv[1:]
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end])
-    args.options, args.about = argv[end + 1 :], parser.description
+    args.options, args.about = argv[end + 1:], parser.description
     args.out.mkdir(parents=True, exist_ok=True)
     return args
 
 
-def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace, methods: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The methods of --only, and the exact loss, to which they are compared: it stands first."""
+def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace,
+           methods: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Returns the methods of --only, after the exact loss, with which they are compared."""
     unknown = set(args.only or []) - set(methods)
     if unknown:
         parser.error(f"--only: expected methods of {sorted(methods)}, got {sorted(unknown)}")
-    return {name: method for name, method in methods.items() if method == EXACT or not args.only or name in args.only}
+    return {
+        name: method
+        for name, method in methods.items() if method == EXACT or not args.only or name in args.only
+    }

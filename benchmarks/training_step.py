@@ -1,9 +1,12 @@
-"""What a training step costs where nn.Linear + nn.CrossEntropyLoss stood: time and memory, for tables of rising size.
+"""Measures time and memory of a training step that replaces nn.Linear + nn.CrossEntropyLoss, for
+tables of increasing size.
 
-    python benchmarks/training_step.py [--classes 10000 100000 1000000] [--queries 700] [--width 256] [--threads 2] [--json [FILE]]
+    python benchmarks/training_step.py [--classes 10000 100000 1000000] [--queries 700]
+                                       [--width 256] [--threads 2] [--json [FILE]]
 
-A step is forward, backward and optimizer: Adam over the whole table for the exact losses, RowAdam for the sampled one (512 classes shared by
-the batch). Memory is the peak of a step beyond table and optimizer state: logits, their gradient, the gradient of the table.
+A step consists of forward pass, backward pass and optimizer: Adam over the whole table for the
+exact losses, RowAdam for the sampled one (512 classes shared by the batch). Memory is the peak of a
+step in addition to table and optimizer state: logits, their gradient, the gradient of the table.
 """
 
 import argparse
@@ -30,12 +33,14 @@ class Plain(nn.Module):
 LAYERS = {
     "nn.Linear + CrossEntropyLoss": Plain,
     "xs.LinearCrossEntropyLoss": xs.LinearCrossEntropyLoss,
-    "xs.SampledSoftmaxLoss": lambda width, classes: xs.SampledSoftmaxLoss(width, classes, sampler="log_uniform", num_samples=512),
+    "xs.SampledSoftmaxLoss": lambda width, classes: xs.SampledSoftmaxLoss(
+        width, classes, sampler="log_uniform", num_samples=512),
 }
 
 
 def fits(layer: str, queries: int, width: int, classes: int) -> bool:
-    """Whether a step has room: table, gradient, Adam's two moments, and for the plain layer four times the logits."""
+    """Returns whether a step fits into memory: table, gradient, Adam's two moments, and for the
+    plain layer four times the logits."""
     needed = 4 * classes * (4 * width + 4 * queries * (LAYERS[layer] is Plain))
     return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -45,7 +50,8 @@ def measure(layer: str, queries: int, width: int, classes: int, repeats: int) ->
         return {"layer": layer, "classes": classes, "seconds": None, "bytes": None}
     loss = LAYERS[layer](width, classes)
     sampled = isinstance(loss, xs.SampledSoftmaxLoss)
-    optimizer = xs.optim.RowAdam(loss.parameters()) if sampled else torch.optim.Adam(loss.parameters(), fused=True)
+    optimizer = xs.optim.RowAdam(loss.parameters()) if sampled else torch.optim.Adam(
+        loss.parameters(), fused=True)
     input = torch.randn(queries, width, requires_grad=True)
 
     def step() -> None:
@@ -54,15 +60,19 @@ def measure(layer: str, queries: int, width: int, classes: int, repeats: int) ->
         loss(input, torch.randint(classes, (queries,))).backward()
         optimizer.step()
 
-    step()  # makes the optimizer's state
+    step()  # creates the optimizer state
     optimizer.zero_grad()
     with PeakMemory() as memory:
         step()
-    return {"layer": layer, "classes": classes, "seconds": interleave({layer: step}, repeats, warmup=1)[layer], "bytes": memory.bytes}
+    return {
+        "layer": layer, "classes": classes,
+        "seconds": interleave({layer: step}, repeats, warmup=1)[layer], "bytes": memory.bytes
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--queries", type=int, default=700)
     parser.add_argument("--width", type=int, default=256)
@@ -72,17 +82,23 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    figures = [measure(layer, args.queries, args.width, classes, args.repeats) for classes in args.classes for layer in LAYERS]
+    figures = [
+        measure(layer, args.queries, args.width, classes, args.repeats) for classes in args.classes
+        for layer in LAYERS
+    ]
     rows = []
     for layer in LAYERS:
         row = {"a training step": layer}
         for figure in figures:
             if figure["layer"] == layer:
-                row[f"{figure['classes']:,} classes"] = "does not fit" if figure["seconds"] is None else (
-                    f"{figure['seconds'] * 1e3:,.1f} ms, {figure['bytes'] / 2**20:,.0f} MB")
+                row[f"{figure['classes']:,} classes"] = "does not fit" if figure[
+                    "seconds"] is None else (
+                        f"{figure['seconds'] * 1e3:,.1f} ms, {figure['bytes'] / 2**20:,.0f} MB")
         rows.append(row)
-    report(args, __doc__, question="What does a training step cost?", against="nn.Linear + nn.CrossEntropyLoss with a fused torch.optim.Adam",
-           tables=[table(rows)], figures=figures)
+    report(args, __doc__, question="What does a training step cost?", against="nn.Linear + "
+           "nn.CrossEntropyLoss "
+           "with a fused "
+           "torch.optim.Adam", tables=[table(rows)], figures=figures)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""A step of two towers, queries against the items of the batch: xs.TwoTowerLoss beside the same by hand in PyTorch (a matrix product, the log
-frequencies, a mask, cross entropy).
+"""Compares a step of two towers, queries against the items of the batch: xs.TwoTowerLoss and the
+same by hand in PyTorch (a matrix product, the log frequencies, a mask, cross entropy).
 
-    python benchmarks/two_tower.py [--queries 4096] [--width 64] [--items 100000] [--threads 2] [--repeats 21] [--json [FILE]]
+    python benchmarks/two_tower.py [--queries 4096] [--width 64] [--items 100000] [--threads 2]
+                                   [--repeats 21] [--json [FILE]]
 
-A step is the loss of vectors that are given and their gradients; the towers themselves cost both sides the same and are left out. The hand-made loss keeps an
-exact count of each item and counts the batch, as ours does. Steps take turns; times are medians, ratios medians of the ratios of turns. Memory is what a step
-adds to the process at its peak, of five steps the least, each side in a process of its own.
+A step computes the loss of given vectors and their gradients; the towers, whose cost is the same
+for both sides, are left out. The hand-written loss keeps an exact count of each item and counts the
+batch, as ours does. Steps are interleaved; times are medians, ratios are medians of the ratios of
+turns. Memory is the peak that a step adds to the process, the minimum of five steps, with each side
+in its own process.
 """
 
 import argparse
@@ -21,8 +24,7 @@ from timing import PeakMemory, turns
 
 
 class ByHand:
-    """As two-tower models are often written."""
-
+    """A typical implementation of the loss of a two-tower model."""
     def __init__(self, items: int):
         self.count, self.total = torch.zeros(items), 0
 
@@ -42,11 +44,12 @@ def make_step(kind: str, args: argparse.Namespace):
     torch.manual_seed(0)
     loss = KINDS[kind](args.items)
     query, item = (torch.randn(args.queries, args.width, requires_grad=True) for _ in range(2))
-    law = 1.0 / torch.arange(1, args.items + 1)
+    distribution = 1.0 / torch.arange(1, args.items + 1)
 
     def step():
         query.grad = item.grad = None
-        loss(query, item, torch.multinomial(law, args.queries, replacement=True)).backward()
+        loss(query, item, torch.multinomial(distribution, args.queries,
+                                            replacement=True)).backward()
 
     return step
 
@@ -74,7 +77,8 @@ def peak_apart(kind: str, args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--queries", type=int, default=4096)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--items", type=int, default=100_000)
@@ -86,12 +90,18 @@ def main() -> None:
     seconds = turns({kind: make_step(kind, args) for kind in KINDS}, args.repeats)
     memory = {kind: peak_apart(kind, args) for kind in KINDS}
     shape = f"{args.queries:,} x {args.queries:,} x {args.width}"
-    figures = [{"figure": f"{shape}, a step / by hand: time", "value": statistics.median(a / b for a, b in zip(*seconds.values())),
-                "medians": ", ".join(f"{kind} {1e3 * statistics.median(values):.3g} ms" for kind, values in seconds.items())},
-               {"figure": f"{shape}, a step / by hand: peak memory", "value": memory["xsoftmax"] / memory["by hand"],
-                "medians": ", ".join(f"{kind} {value / 2**20:.3g} MB" for kind, value in memory.items())}]
-    report(args, __doc__, question="What does a step of two towers cost?", against="the same by hand in PyTorch", tables=[figures_table(figures)],
-           figures=figures)
+    figures = [{
+        "figure": f"{shape}, a step / by hand: time",
+        "value": statistics.median(a / b for a, b in zip(*seconds.values())),
+        "medians": ", ".join(f"{kind} {1e3 * statistics.median(values):.3g} ms"
+                             for kind, values in seconds.items())
+    }, {
+        "figure": f"{shape}, a step / by hand: peak memory",
+        "value": memory["xsoftmax"] / memory["by hand"],
+        "medians": ", ".join(f"{kind} {value / 2**20:.3g} MB" for kind, value in memory.items())
+    }]
+    report(args, __doc__, question="What does a step of two towers cost?",
+           against="the same by hand in PyTorch", tables=[figures_table(figures)], figures=figures)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 # The CUDA compiler and runtime. Include before cmake/torch.cmake.
 #
-# Needs nvcc (PATH, CUDACXX or -DCMAKE_CUDA_COMPILER), its headers and libcudart, and no other part of the toolkit: kernels use c10's
-# CUDA headers and leave matrix products and sorting to ATen. CMAKE_CUDA_ARCHITECTURES picks the devices; one architecture builds
-# several times faster than all.
+# Needs nvcc (PATH, CUDACXX or -DCMAKE_CUDA_COMPILER) with its headers and libcudart, and no other
+# part of the toolkit: kernels use c10's CUDA headers and leave matrix products and sorting to ATen.
+# CMAKE_CUDA_ARCHITECTURES selects the devices; one architecture builds several times faster than
+# all.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES 75 80 86 89 90 100 120)
 endif()
 set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
-# Torch links the shared runtime. A static copy beside it would be a second runtime in the process.
+# Torch links the shared runtime. A static copy would be a second runtime in the process.
 set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)

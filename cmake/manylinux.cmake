@@ -1,8 +1,10 @@
 include(CheckCXXSourceCompiles)
 
-# xsoftmax_use_old_symbols(TARGET): the library then asks of the system no more than torch's own wheels do, manylinux_2_28: glibc 2.28 and the
-# libstdc++ of GCC 8. A build on a newer system binds to the newest version of each function. Here it gets the version that the old system has, or,
-# where that has none, a function of ours (cmake/old_symbols.cpp). On the old system itself there is nothing to do.
+# xsoftmax_use_old_symbols(TARGET): limits the system symbols that the library needs to those of
+# torch's own wheels, manylinux_2_28 (glibc 2.28 and the libstdc++ of GCC 8). A build on a newer
+# system would bind to the newest version of each function. This binds to the version of the old
+# system or, if that has none, to a replacement in cmake/old_symbols.cpp. On the old system itself
+# it does nothing.
 function(xsoftmax_use_old_symbols target)
   check_cxx_source_compiles("#include <features.h>\n#if !__GLIBC_PREREQ(2, 29)\n#error\n#endif\nint main() {}" XSOFTMAX_GLIBC_IS_NEW)
   if(NOT XSOFTMAX_GLIBC_IS_NEW)

@@ -1,5 +1,6 @@
-// Functions that glibc and libstdc++ gave a new version after the oldest system that a wheel serves (cmake/manylinux.cmake says which), by the
-// versions that this system has. The linker sends calls of X to __wrap_X.
+// Bindings to old versions of functions that glibc and libstdc++ have changed since the oldest
+// system that a wheel supports (see cmake/manylinux.cmake). The linker redirects calls of X to
+// __wrap_X.
 
 #include <algorithm>
 #include <cerrno>
@@ -25,7 +26,7 @@
 
 namespace {
 
-// The locale of programs, whose decimal point is a point, while it lives.
+// Switches to the "C" locale, whose decimal separator is a point, during its lifetime.
 class PlainLocale {
  public:
   PlainLocale() : before_(uselocale(plain())) {}
@@ -45,7 +46,7 @@ class PlainLocale {
 
 extern "C" {
 
-// The first versions set errno as well as the new ones do: the results are the same.
+// The first versions also set errno, so the results are the same.
 #define XS_OLD_FUNCTION(name, ...) \
   double old_##name(__VA_ARGS__);  \
   XS_OLD(old_##name, #name, XS_FIRST_GLIBC);
@@ -73,7 +74,8 @@ XS_OLD_LOCK(pthread_rwlock_rdlock)
 XS_OLD_LOCK(pthread_rwlock_wrlock)
 XS_OLD_LOCK(pthread_rwlock_unlock)
 
-// Before 2.33 these were inline functions over two with the number of the struct's layout.
+// Before glibc 2.33 these were inline functions that called a function with the version of the
+// struct's layout.
 #if defined(__x86_64__)
 constexpr int kStatLayout = 1;
 #else
@@ -86,15 +88,20 @@ XS_OLD(old_stat, "__xstat", XS_FIRST_GLIBC);
 XS_OLD(old_lstat, "__lxstat", XS_FIRST_GLIBC);
 XS_OLD(old_fstat, "__fxstat", XS_FIRST_GLIBC);
 int __wrap_stat(const char* path, struct stat* found) { return old_stat(kStatLayout, path, found); }
-int __wrap_lstat(const char* path, struct stat* found) { return old_lstat(kStatLayout, path, found); }
+int __wrap_lstat(const char* path, struct stat* found) {
+  return old_lstat(kStatLayout, path, found);
+}
 int __wrap_fstat(int handle, struct stat* found) { return old_fstat(kStatLayout, handle, found); }
 
 // std::condition_variable::wait(std::unique_lock<std::mutex>&)
 void old_wait(void* condition, void* lock);
 XS_OLD(old_wait, "_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE", "GLIBCXX_3.4.11");
-void __wrap__ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE(void* condition, void* lock) { old_wait(condition, lock); }
+void __wrap__ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE(void* condition, void* lock) {
+  old_wait(condition, lock);
+}
 
-// std::to_chars(char*, char*, double): the fewest digits that read as the same number, without an exponent where that is no longer.
+// std::to_chars(char*, char*, double): writes the fewest digits that read as the same number, and
+// no exponent unless that is shorter.
 std::to_chars_result __wrap__ZSt8to_charsPcS_d(char* first, char* last, double number) {
   char scientific[32], fixed[512];
   int length = 0;
@@ -107,7 +114,8 @@ std::to_chars_result __wrap__ZSt8to_charsPcS_d(char* first, char* last, double n
       std::snprintf(scientific, sizeof(scientific), "%.*e", digits++, number);
     } while (digits < 17 && std::strtod(scientific, nullptr) != number);
     const int exponent = std::atoi(std::strchr(scientific, 'e') + 1);
-    length = std::snprintf(fixed, sizeof(fixed), "%.*f", std::max(0, digits - 1 - exponent), number);
+    length =
+        std::snprintf(fixed, sizeof(fixed), "%.*f", std::max(0, digits - 1 - exponent), number);
     if (length > int(std::strlen(scientific))) {
       length = std::snprintf(fixed, sizeof(fixed), "%s", scientific);
     }
@@ -119,8 +127,12 @@ std::to_chars_result __wrap__ZSt8to_charsPcS_d(char* first, char* last, double n
   return {first + length, std::errc()};
 }
 
-// std::from_chars(const char*, const char*, double&, std::chars_format::general): strtod also reads blanks, a plus and hexadecimal digits.
-std::from_chars_result __wrap__ZSt10from_charsPKcS0_RdSt12chars_format(const char* first, const char* last, double& number, std::chars_format) {
+// std::from_chars(const char*, const char*, double&, std::chars_format::general). Unlike it, strtod
+// also accepts leading spaces, a plus sign and hexadecimal digits, so these are rejected here.
+std::from_chars_result __wrap__ZSt10from_charsPKcS0_RdSt12chars_format(const char* first,
+                                                                       const char* last,
+                                                                       double& number,
+                                                                       std::chars_format) {
   std::string text(first, last);
   const size_t sign = text.starts_with('-');
   const bool begins = text.size() > sign && std::strchr("0123456789.iInN", text[sign]) != nullptr;
@@ -142,7 +154,8 @@ std::from_chars_result __wrap__ZSt10from_charsPKcS0_RdSt12chars_format(const cha
   return {stop, std::errc()};
 }
 
-// What std::shared_ptr asks before it counts without atomic instructions: never here.
+// Read by std::shared_ptr: true would allow counting without atomic instructions. Always false
+// here.
 char __libc_single_threaded = 0;
 
 } // extern "C"

@@ -1,4 +1,4 @@
-"""The site: `make docs` builds it into build/docs/html, without warnings."""
+"""Sphinx configuration: `make docs` builds the site into build/docs/html and fails on warnings."""
 
 import logging
 import os
@@ -20,25 +20,28 @@ author = "The xsoftmax authors"
 copyright = author
 release = version = xsoftmax.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "breathe", "sphinx_copybutton",
-              "sphinx_design", "benchmark_pages", "command_line", "notebooks", "operators", "paper_page", "record_directive"]
+extensions = [
+    "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode", "breathe", "sphinx_copybutton", "sphinx_design", "benchmark_pages",
+    "command_line", "notebooks", "operators", "overview", "paper_page", "record_directive"
+]
 exclude_patterns = ["_ext", "_templates", "requirements.txt", "README.md"]
 templates_path = ["_templates"]
 nitpicky = True
-suppress_warnings = ["duplicate_declaration.cpp"]  # every header opens the same namespaces
+suppress_warnings = ["duplicate_declaration.cpp"]  # headers share namespaces
 
 # ---- pages
 
-smartquotes = False  # commands are shown with their `--`
+smartquotes = False  # keeps the `--` of commands
 
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 4
-# Notebooks are run once, and kept until they change. XSOFTMAX_DOCS_EXECUTE=off leaves their output out.
+# The output of notebooks is cached until they change. XSOFTMAX_DOCS_EXECUTE=off omits it.
 nb_execution_mode = os.environ.get("XSOFTMAX_DOCS_EXECUTE", "cache")
 nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 nb_execution_cache_path = str(ROOT / "build/docs/jupyter")
-copybutton_exclude = ".linenos, .gp, .go, .gd"  # the lines that a diff takes away are not copied
+copybutton_exclude = ".linenos, .gp, .go, .gd"  # removed lines of a diff are not copied
 
 # ---- Python
 
@@ -52,19 +55,29 @@ toc_object_entries_show_parents = "hide"
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_use_rtype = False
 napoleon_attr_annotations = True
-# Full names of what the reference lists, by their last part.
-PUBLIC = {name.rpartition(".")[2]: name for path in (DOCS / "reference").glob("*.rst")
-          for name in re.findall(r"^   (xsoftmax\.[\w.]+)$", path.read_text(), re.MULTILINE)}
+# Maps the last part of each name listed in the reference to the full name.
+PUBLIC = {
+    name.rpartition(".")[2]: name
+    for path in (DOCS / "reference").glob("*.rst")
+    for name in re.findall(r"^   (xsoftmax\.[\w.]+)$", path.read_text(), re.MULTILINE)
+}
 default_role = "code"  # docstrings write `code` as Markdown does
-# What other projects document.
+# Names that other projects document.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|numpy|np|scipy|sp|sklearn|faiss|nn|os|collections|accelerate|datasets|lightning|torchmetrics|transformers)(\..*)?"),
-    ("py:.*", r"(Tensor|Module|Parameter|Optimizer|Generator|Path|PathLike|csr_matrix|ClassifierMixin|BaseEstimator)"),
-    ("py:.*", r"(ParallelStyle|DeviceMesh|device|dtype|Nested|Dropout|BatchNorm|Dataset|IterableDataset)"),
-    ("py:class", r"xsoftmax\.(_|distributed\.class_parallel\.).*"),  # bases that are no public names
+    ("py:.*",
+     r"(torch|numpy|np|scipy|sp|sklearn|faiss|nn|os|collections|accelerate|datasets|lightning|"
+     r"torchmetrics|transformers)(\..*)?"),
+    ("py:.*",
+     r"(Tensor|Module|Parameter|Optimizer|Generator|Path|PathLike|csr_matrix|ClassifierMixin|"
+     r"BaseEstimator)"),
+    ("py:.*",
+     r"(ParallelStyle|DeviceMesh|device|dtype|Nested|Dropout|BatchNorm|Dataset|IterableDataset)"),
+    # base classes that are not public
+    ("py:class", r"xsoftmax\.(_|distributed\.class_parallel\.).*"),
     ("py:class", r"xsoftmax\.[\w.]+\.Loss"),  # a type variable
-    ("py:class", "TorchOptions"),  # which keywords those are, their docstring says
-    ("cpp:.*", r".*"),  # of ATen, c10, torch and the standard library, and parts of the library's types that Doxygen does not resolve
+    ("py:class", "TorchOptions"),  # its keywords are in its docstring
+    # names of ATen, c10, torch and the standard library, and names that Doxygen does not resolve
+    ("cpp:.*", r".*"),
 ]
 
 # ---- C++
@@ -101,7 +114,7 @@ html_sidebars = {"index": []}
 
 
 def run_doxygen(app) -> None:
-    """XML of the public headers, for Breathe; a warning of Doxygen is one of the site."""
+    """Writes the XML of the public headers. Warnings of Doxygen count as warnings of the site."""
     folder = ROOT / "build/docs/doxygen"
     folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(["doxygen", "docs/Doxyfile"], cwd=ROOT, capture_output=True, text=True)
@@ -112,19 +125,21 @@ def run_doxygen(app) -> None:
 
 
 def plain_text(app, what, name, obj, options, lines) -> None:
-    """Docstrings are plain text with `code`: stars and bars outside of it are themselves, and names of the package are found without their module."""
-    margin = None  # of the paragraph that a literal block follows
+    """Escapes stars and bars outside of code in docstrings; expands roles to full names."""
+    margin = None  # indentation of the paragraph before a literal block
     for number, line in enumerate(lines):
         indent = len(line) - len(line.lstrip())
         if margin is not None and (not line.strip() or indent > margin):
             continue
         margin = indent if line.rstrip().endswith("::") else None
-        line = re.sub(r"(:\w+:`[^`]*`|`+[^`]*`+)|\[\*|\|(?=\S)|(?<=\S)\|", lambda found: found[1] or found[0].replace("*", r"\*").replace("|", r"\|"), line)
+        line = re.sub(r"(:\w+:`[^`]*`|`+[^`]*`+)|\[\*|\|(?=\S)|(?<=\S)\|",
+                      lambda found: found[1] or found[0].replace("*", r"\*").replace("|", r"\|"),
+                      line)
         lines[number] = re.sub(r":(class|func|meth):`(?:([^<`]+) <)?([\w.]+)>?`", full_name, line)
 
 
 def full_name(role: re.Match) -> str:
-    """A role whose target names a public class or function by part of its path."""
+    """Expands a role whose target is part of the path of a public class or function."""
     parts = role[3].split(".")
     for place, part in enumerate(parts):
         if part in PUBLIC and (place == len(parts) - 1 or part[0].isupper()):
@@ -134,16 +149,17 @@ def full_name(role: re.Match) -> str:
 
 
 def public_bases(app, name, obj, options, bases) -> None:
-    """A base that is no public name is replaced by the nearest of its bases that is."""
+    """Replaces base classes that are not public by their nearest public base."""
     def is_shown(base: type) -> bool:
         return not base.__module__.startswith("xsoftmax") or base.__name__ in PUBLIC
 
-    bases[:] = [next(filter(is_shown, base.__mro__)) if isinstance(base, type) else base for base in bases]
+    bases[:] = [
+        next(filter(is_shown, base.__mro__)) if isinstance(base, type) else base for base in bases
+    ]
 
 
 class NoEmptyGlob(logging.Filter):
-    """Sections whose pages are still to come are no warning."""
-
+    """Drops warnings about toctree patterns that match no page."""
     def filter(self, record) -> bool:
         return not str(record.msg).startswith("toctree glob pattern")
 

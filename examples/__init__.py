@@ -1,1 +1,2 @@
-"""Programs to read and to run, as files (`python examples/recommend/train.py`) or as modules (`python -m examples.recommend.train`)."""
+"""Example programs. Run them as files (`python examples/recommend/train.py`) or as modules
+(`python -m examples.recommend.train`)."""

@@ -1,1 +1,1 @@
-"""The parts of benchmarks/cuda.py: a module measures one subject."""
+"""The parts of benchmarks/cuda.py: each module measures one subject."""

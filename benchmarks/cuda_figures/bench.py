@@ -1,5 +1,5 @@
-"""Measures times, shares of bandwidth, memory, host time and launches, and reports each figure as a
-row."""
+"""Measures times, fractions of bandwidth, memory, host time and launches, and reports each figure
+as a row."""
 
 import functools
 import gc
@@ -12,50 +12,48 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-MARK = "cuda.py row: "  # starts a line that the process of a part prints for the program
-FULL = dict(
-    classes=1_000_000, many=100_000_000, width=256, queries=8192, shared=512, private=20,
-    private_many=64, codewords=64, midx=64, index_width=128, tree_queries=256, repeats=15,
-    flush=1 << 30, exact=((131_072, 256), (50_304, 768), (131_072, 2048)),
-    recurrent=(10_000, 200, 20, 35), language=(512, 8, 8, 256, 64))  # fmt: skip
-TINY = dict(
-    classes=3000, many=5000, width=16, queries=32, shared=64, private=4,
-    private_many=6, codewords=4, midx=6, index_width=8, tree_queries=16, repeats=2,
-    flush=1 << 20, exact=((1000, 16), (400, 24), (1000, 32)),
-    recurrent=(600, 16, 4, 5), language=(32, 1, 2, 16, 4))  # fmt: skip
-# Bytes a second, by the data sheets.
-PEAK = {"GH200": 4.0e12, "H200": 4.8e12, "H100": 3.35e12, "B200": 8e12, "A100": 2.0e12,
-        "L40": 0.864e12}  # fmt: skip
+MARK = "cuda.py row: "  # prefix of the lines with which the process of a part reports its rows
+FULL = dict(classes=1_000_000, many=100_000_000, width=256, queries=8192, shared=512, private=20,
+            private_many=64, codewords=64, midx=64, index_width=128, tree_queries=256, repeats=15,
+            flush=1 << 30, exact=((131_072, 256), (50_304, 768), (131_072, 2048)),
+            recurrent=(10_000, 200, 20, 35), language=(512, 8, 8, 256, 64))  # fmt: skip
+TINY = dict(classes=3000, many=5000, width=16, queries=32, shared=64, private=4, private_many=6,
+            codewords=4, midx=6, index_width=8, tree_queries=16, repeats=2, flush=1 << 20,
+            exact=((1000, 16), (400, 24), (1000, 32)), recurrent=(600, 16, 4, 5),
+            language=(32, 1, 2, 16, 4))  # fmt: skip
+# Bytes per second, from the data sheets.
+PEAK = {
+    "GH200": 4.0e12, "H200": 4.8e12, "H100": 3.35e12, "B200": 8e12, "A100": 2.0e12, "L40": 0.864e12
+}  # fmt: skip
 
 Runs = Dict[str, Callable[[], object]]
 
 
 class Bench:
-    """Sizes, and the figures of the process of one part. Each row is printed as soon as it is
-    found, so that a part that fails later keeps it."""
-
+    """The sizes and measurement methods of one part. Each row is printed immediately, so that it is
+    kept if the part fails later."""
     def __init__(self, device: str, tiny: bool, seconds: float = 120, text: Optional[str] = None):
         """
         Args:
-            seconds: the time that the part has.
+            seconds: the time limit of the part.
             text: file or folder for the language model. Default: Python's standard library.
         """
         self.device, self.cuda, self.tiny = torch.device(device), device.startswith("cuda"), tiny
         self.end, self.text = time.monotonic() + seconds, text
-        self.host: Dict[str, float] = {}  # seconds until the call returned, by name of the run
+        self.host: Dict[str, float] = {}  # seconds until the call returned, by the run's name
         self.__dict__.update(TINY if tiny else FULL)
 
     # ---- rows
 
     def row(self, figure: str, value: Optional[float] = None, unit: str = "",
             aim: Optional[str] = None, detail: str = "", **more: object) -> None:
-        """Reports a figure, or the reason why it is missing. `more` is for the JSON alone."""
+        """Reports a figure, or why it is missing. `more` is only written to the JSON."""
         row = {"figure": figure, "value": value, "unit": unit, "aim": aim, "detail": detail}
         print(MARK + json.dumps(row | more), flush=True)
 
     def ratio(self, figure: str, seconds: Dict[str, float], ours: str, rival: str,
               aim: Optional[str] = None) -> None:
-        """Reports the time of `ours` over that of `rival`, with all times as its detail."""
+        """Reports the time of `ours` divided by that of `rival`, with all times as its detail."""
         detail = ", ".join(f"{name} {1e3 * value:.4g} ms" for name, value in seconds.items())
         if ours in seconds and rival in seconds:
             self.row(figure, seconds[ours] / seconds[rival], "", aim, detail)
@@ -65,20 +63,20 @@ class Bench:
 
     def ratios(self, figure: str, seconds: Dict[str, float], ours: str,
                aims: Optional[Dict[str, str]] = None) -> None:
-        """Reports the time of `ours` over that of each other run. `aims`: by rival."""
+        """Reports the time of `ours` divided by that of each other run. `aims` are by rival."""
         for name in seconds:
             if name != ours:
                 pair = {key: seconds[key] for key in (ours, name) if key in seconds}
                 self.ratio(f"{figure} / {name}", pair, ours, name, (aims or {}).get(name))
 
     def share(self, figure: str, seconds: float, bytes_: float, aim: Optional[str] = None) -> None:
-        """Reports the bandwidth of a run as shares of the data sheet's and of a measured copy's."""
+        """Reports the bandwidth of a run relative to the data sheet and to a measured copy."""
         rate = bytes_ / seconds
         of_copy = 100 * rate / self.copy_rate()
         detail = f"{of_copy:.3g} % of a copy, {1e6 * seconds:.4g} us, {rate / 1e9:.4g} GB/s"
         self.row(figure, 100 * rate / self.peak(), "% of peak", aim, detail, of_copy=of_copy)
 
-    @functools.lru_cache  # noqa: B019 (there is one)
+    @functools.lru_cache  # noqa: B019 (there is only one Bench)
     def peak(self) -> float:
         name = torch.cuda.get_device_name() if self.cuda else ""
         known = (rate for part, rate in PEAK.items() if part in name)
@@ -86,7 +84,7 @@ class Bench:
 
     @functools.lru_cache  # noqa: B019
     def copy_rate(self) -> float:
-        """Returns the bytes a second of a large copy within the device, reads and writes."""
+        """Returns the bytes per second of a large copy within the device, reads plus writes."""
         source = torch.empty(self.flush // 4, device=self.device)
         target = torch.empty_like(source)
         seconds = self.kernels({"copy": lambda: target.copy_(source)})["copy"]
@@ -103,17 +101,18 @@ class Bench:
         return self._medians(runs, self.synchronize, repeats or self.repeats)
 
     def kernels(self, runs: Runs) -> Dict[str, float]:
-        """Returns median seconds behind a large write, which empties the cache and gives the host
-        time to run ahead."""
+        """Returns median seconds, measured after a large write, which empties the cache and lets
+        the host run ahead."""
         flushed = torch.empty(self.flush, dtype=torch.uint8, device=self.device)
 
         def before() -> None:
             self.synchronize()
             flushed.zero_()
+
         return self._medians(runs, before, self.repeats)
 
     def _medians(self, runs: Runs, before: Callable[[], object], repeats: int) -> Dict[str, float]:
-        """Times runs in turns. One that fails is left out, with a row that says why."""
+        """Times interleaved runs. A run that fails is skipped, with a row that gives the reason."""
         working = {name: run for name, run in runs.items() if self._warm_up(name, run)}
         times: Dict[str, List[Tuple[float, float]]] = {name: [] for name in working}
         gc.collect()
@@ -123,13 +122,17 @@ class Bench:
                 measured = self._timed(run)
                 if repeat > 0:
                     times[name].append(measured)
-        self.host |= {name: statistics.median(host for _, host in found)
-                      for name, found in times.items()}
-        return {name: statistics.median(seconds for seconds, _ in found)
-                for name, found in times.items()}
+        self.host |= {
+            name: statistics.median(host for _, host in found)
+            for name, found in times.items()
+        }
+        return {
+            name: statistics.median(seconds for seconds, _ in found)
+            for name, found in times.items()
+        }
 
     def _warm_up(self, name: str, run: Callable[[], object]) -> bool:
-        """Runs twice. Returns whether that worked."""
+        """Runs twice, and returns whether that succeeded."""
         try:
             run(), run()
             self.synchronize()
@@ -140,7 +143,7 @@ class Bench:
             return False
 
     def _timed(self, run: Callable[[], object]) -> Tuple[float, float]:
-        """Returns the seconds of the device and those until the call returned."""
+        """Returns the seconds on the device, and the seconds until the call returned."""
         if not self.cuda:
             begin = time.perf_counter()
             run()
@@ -156,8 +159,8 @@ class Bench:
 
     def launches(self, figure: str, runs: Runs, seconds: Dict[str, float],
                  aims: Optional[Dict[str, str]] = None) -> None:
-        """Reports the launches of each run that `seconds` has, with its host time and the time of
-        its kernels alone. A CPU launches nothing: there, calls of operators are counted."""
+        """Reports the launches of each run in `seconds`, with its host time and the total time of
+        its kernels. On a CPU, operator calls are counted instead."""
         for name in seconds:
             try:
                 count, busy = self._counted(runs[name])
@@ -172,7 +175,7 @@ class Bench:
 
     def _counted(self, run: Callable[[], object]) -> Tuple[int, Optional[float]]:
         """Returns the number of kernels, copies and fills of a run, and their seconds. Without a
-        device: the number of its calls of operators."""
+        device, returns the number of operator calls and None."""
         run()
         self.synchronize()
         activity = ProfilerActivity.CUDA if self.cuda else ProfilerActivity.CPU
@@ -182,15 +185,16 @@ class Bench:
         events = profiled.events()
         if not self.cuda:
             return sum(event.name.startswith(("aten::", "xsoftmax::")) for event in events), None
-        on_device = [event for event in events
-                     if event.device_type == torch.autograd.DeviceType.CUDA
-                     and not getattr(event, "is_user_annotation", False)]
+        on_device = [
+            event for event in events if event.device_type == torch.autograd.DeviceType.CUDA
+            and not getattr(event, "is_user_annotation", False)
+        ]
         return len(on_device), sum(event.time_range.elapsed_us() for event in on_device) / 1e6
 
     # ---- memory
 
     def peak_memory(self, run: Callable[[], object]) -> Optional[float]:
-        """Returns the MB that a run takes in addition to what is allocated before."""
+        """Returns the MB that a run allocates in addition to what was allocated before."""
         if not self.cuda:
             return None
         run()
@@ -204,7 +208,7 @@ class Bench:
 
     def memory(self, figure: str, runs: Runs, names: Iterable[str],
                aims: Optional[Dict[str, str]] = None) -> None:
-        """Reports the memory of the runs with these names, or why it is unknown."""
+        """Reports the memory of the named runs, or why it is unknown."""
         for name in names:
             try:
                 if (value := self.peak_memory(runs[name])) is not None:
@@ -214,15 +218,15 @@ class Bench:
                 self.row(f"({figure}, {name})", detail=reason(error))
 
     def release(self) -> None:
-        """Gives cached memory back, for a case that needs much of it."""
+        """Frees cached memory, before a case that needs much of it."""
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
 
-    # ---- other forms of a run
+    # ---- variants of a run
 
     def attempt(self, name: str, make: Callable[[], Callable[[], object]]) -> Runs:
-        """Returns the run that `make` returns, or nothing and a row that says why."""
+        """Returns the run that `make` returns; or {}, with a row that gives the reason."""
         try:
             return {name: make()}
         except Exception as error:
@@ -230,11 +234,11 @@ class Bench:
             return {}
 
     def compiled(self, function: Callable) -> Callable:
-        """Returns the function under torch.compile; on a CPU it is traced and not compiled."""
+        """Returns the function under torch.compile; on a CPU it is only traced."""
         return torch.compile(function, dynamic=False, backend="inductor" if self.cuda else "eager")
 
     def graphed(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Returns the replay of a CUDA graph of the step."""
+        """Returns a function that replays a CUDA graph of the step."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -245,13 +249,14 @@ class Bench:
         try:
             with torch.cuda.graph(graph):
                 step()
-        except Exception:  # the generator may not know that the capture has ended
+        except Exception:  # the generator may not have noticed the end of the capture
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(torch.Generator("cuda").graphsafe_get_state())
             raise
 
-        def replay(step=step) -> None:  # keeps what the graph reads: tables, states, inputs
+        def replay(step=step) -> None:  # keeps the graph's tables, states and inputs alive
             graph.replay()
+
         return replay
 
     # ---- data
@@ -273,7 +278,7 @@ def reason(error: BaseException) -> str:
 
 def training_step(call: Callable[[], Tensor], input: Optional[Tensor], parameters: Iterable[Tensor],
                   optimizer: Optional[torch.optim.Optimizer] = None) -> Callable[[], None]:
-    """Returns a step: forward, backward and, if there is one, the optimizer."""
+    """Returns a step: forward pass, backward pass and, if given, the optimizer."""
     leaves = [*([] if input is None else [input]), *parameters]
 
     def step() -> None:
@@ -282,4 +287,5 @@ def training_step(call: Callable[[], Tensor], input: Optional[Tensor], parameter
         call().backward()
         if optimizer is not None:
             optimizer.step()
+
     return step

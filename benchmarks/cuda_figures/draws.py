@@ -1,4 +1,4 @@
-"""Draws of static samplers and of MIDX, the refresh of its index, and its step."""
+"""Sampling with static samplers and with MIDX, the refresh of its index, and its training step."""
 
 from typing import Callable, Optional
 
@@ -11,7 +11,7 @@ from .bench import Bench, training_step
 
 def report_draws(bench: Bench, figure: str, draw: Callable[[], object], aim: Optional[str] = None,
                  detail: str = "") -> None:
-    """Reports the time of a draw, eager and as a CUDA graph."""
+    """Reports the time of sampling, eager and as a CUDA graph."""
     for value in bench.kernels({figure: draw}).values():
         bench.row(figure, 1e6 * value, "us", aim, detail)
     if bench.cuda:
@@ -31,6 +31,7 @@ def part_draws(bench: Bench) -> None:
 
     def private(sampler: type, classes: object) -> samplers.Sampler:
         return sampler(classes, bench.private, shared=False)
+
     measure("20 private uniform draws, Q 8,192", private(samplers.UniformSampler, many))
     measure("20 private log-uniform draws, Q 8,192", private(samplers.LogUniformSampler, many),
             "50")
@@ -69,8 +70,10 @@ def part_midx_step(bench: Bench) -> None:
     input, target = bench.batch()
     loss = midx_loss(bench, bench.midx)
     exact = xs.LinearCrossEntropyLoss(bench.width, bench.classes, device=bench.device)
-    runs = {"MIDX": training_step(lambda: loss(input, target), input, loss.parameters()),
-            "exact": training_step(lambda: exact(input, target), input, exact.parameters())}
+    runs = {
+        "MIDX": training_step(lambda: loss(input, target), input, loss.parameters()),
+        "exact": training_step(lambda: exact(input, target), input, exact.parameters())
+    }
     title = "64 private of MIDX, N 1M, D 256, Q 8,192"
     seconds = bench.steps(runs, min(bench.repeats, 5))
     bench.ratio(f"{title}: forward + backward / exact loss", seconds, "MIDX", "exact", "0.02")

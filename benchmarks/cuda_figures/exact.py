@@ -1,5 +1,5 @@
-"""The exact cross entropy, beside PyTorch as written, under torch.compile and as a CUDA graph, and
-beside the fused losses of others."""
+"""The exact cross entropy, compared with PyTorch in eager mode, under torch.compile and as a CUDA
+graph, and with the fused losses of other libraries."""
 
 from typing import Callable, Dict
 
@@ -21,7 +21,7 @@ def naive_loss(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def module_loss(module: type, weight: nn.Parameter) -> nn.Module:
-    """Returns a loss of this type over the given table."""
+    """Returns a loss of this type over a given table."""
     loss = module(weight.shape[1], weight.shape[0], device="meta")
     loss.linear.weight = weight
     return loss
@@ -29,7 +29,7 @@ def module_loss(module: type, weight: nn.Parameter) -> nn.Module:
 
 def exact_losses(bench: Bench, weight: nn.Parameter, input: Tensor,
                  target: Tensor) -> Dict[str, Callable[[], Callable[[], Tensor]]]:
-    """Returns what makes each loss, by name. One that is not installed fails when it is made."""
+    """Returns a function per loss that creates it. It fails if the library is not installed."""
     def ours():
         loss = module_loss(xs.LinearCrossEntropyLoss, weight)
         return lambda: loss(input, target)
@@ -51,13 +51,15 @@ def exact_losses(bench: Bench, weight: nn.Parameter, input: Tensor,
         from cut_cross_entropy import linear_cross_entropy
         return lambda: linear_cross_entropy(input, weight, target)
 
-    return {OURS: ours, NAIVE: lambda: lambda: naive_loss(input, weight, target),
-            COMPILED: compiled, "nn.LinearCrossEntropyLoss": torch_module, "Liger": liger,
-            "Cut Cross-Entropy": cut}
+    return {
+        OURS: ours, NAIVE: lambda: lambda: naive_loss(input, weight, target), COMPILED: compiled,
+        "nn.LinearCrossEntropyLoss": torch_module, "Liger": liger, "Cut Cross-Entropy": cut
+    }
 
 
 def measure(bench: Bench, classes: int, width: int, kind: str, aims: Dict[str, str]) -> None:
-    """kind: "float32", "float32 + TF32" or "bfloat16"; aims: by rival."""
+    """Measures one size. `kind` is "float32", "float32 + TF32" or "bfloat16"; `aims` are by
+    rival."""
     with precision("high" if kind.endswith("TF32") else "highest"):
         dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
         input, target = bench.batch(classes=classes, dtype=dtype, width=width)
@@ -73,8 +75,10 @@ def measure(bench: Bench, classes: int, width: int, kind: str, aims: Dict[str, s
             bench.launches(title, runs, {name: seconds[name] for name in plain}, {OURS: "40"})
         bench.memory(f"{title}: memory", runs, seconds, {OURS: "512"})
         if bench.cuda and kind == "bfloat16":
-            measure_graphs(bench, title, {name: runs[name] for name in (OURS, NAIVE, COMPILED)
-                                          if name in seconds})
+            measure_graphs(
+                bench, title,
+                {name: runs[name]
+                 for name in (OURS, NAIVE, COMPILED) if name in seconds})
         del runs, input, weight
     bench.release()
 
@@ -88,7 +92,7 @@ def measure_graphs(bench: Bench, title: str, runs: Runs) -> None:
 
 
 def part_exact(bench: Bench) -> None:
-    """The size at which logits take gigabytes, in three precisions."""
+    """Measures the size at which logits take gigabytes, in three precisions."""
     classes, width = bench.exact[0]
     measure(bench, classes, width, "bfloat16", {COMPILED: "1.0"})
     measure(bench, classes, width, "float32 + TF32", {COMPILED: "1.0"})
@@ -96,6 +100,6 @@ def part_exact(bench: Bench) -> None:
 
 
 def part_exact_wide(bench: Bench) -> None:
-    """The widths of language models."""
+    """Measures the widths of language models."""
     for (classes, width), aim in zip(bench.exact[1:], ("1.0", "1.1")):
         measure(bench, classes, width, "bfloat16", {COMPILED: aim})

@@ -1,4 +1,4 @@
-"""Kernels alone: scores of private candidates and their gradients, row optimizers."""
+"""Single kernels: scores of private candidates and their gradients, row optimizers."""
 
 from typing import Callable
 
@@ -12,7 +12,7 @@ from .bench import Bench
 
 
 def part_gathers(bench: Bench) -> None:
-    """Scores of 20 private candidates a query, hardly a class twice."""
+    """Measures the scores of 20 private candidates per query, almost all of them distinct."""
     for dtype in (torch.float32, torch.bfloat16):
         input = bench.batch(dtype=dtype)[0].detach()
         weight = bench.table(bench.classes, bench.width).to(dtype)
@@ -22,16 +22,19 @@ def part_gathers(bench: Bench) -> None:
 
         def forward() -> Tensor:
             return torch.ops.xsoftmax.candidate_scores(input, weight, None, ids, None)
+
         grad = torch.randn_like(forward())
 
         def backward(*mask: bool) -> Callable[[], object]:
             operator = torch.ops.xsoftmax.candidate_scores_backward
             return lambda: operator(grad, input, weight, ids, None, list(mask))
-        least = (pairs + bench.queries) * row  # of rows; ids and scores come on top
-        cases = {"gather-dot, 20 private": (forward, 12, "70"),
-                 "its backward, input": (backward(True, False, False), 12, "70"),
-                 "its backward, rows, with the sort of ids":
-                     (backward(False, True, False), 20, "55")}
+
+        least = (pairs + bench.queries) * row  # bytes of rows; ids and scores are added below
+        cases = {
+            "gather-dot, 20 private": (forward, 12, "70"),
+            "its backward, input": (backward(True, False, False), 12, "70"),
+            "its backward, rows, with the sort of ids": (backward(False, True, False), 20, "55")
+        }
         seconds = bench.kernels({name: run for name, (run, _, _) in cases.items()})
         for name, value in seconds.items():
             _, more, aim = cases[name]
@@ -39,7 +42,7 @@ def part_gathers(bench: Bench) -> None:
 
 
 def part_optimizers(bench: Bench) -> None:
-    """Steps over a table with the gradient of a batch with 20 private draws."""
+    """Measures optimizer steps with the gradient of a batch with 20 private samples."""
     count, row = bench.queries * (bench.private + 1), 4 * bench.width
     ids = torch.randint(bench.classes, (1, count), device=bench.device)
     values = torch.randn(count, bench.width, device=bench.device)
@@ -47,11 +50,13 @@ def part_optimizers(bench: Bench) -> None:
                                    check_invariants=False)
     grouped = grad.coalesce()
     rows = grouped._nnz()
-    # Optimizer, options, and the rows that pass through memory for each row of the gradient.
-    made = {"RowAdam": (xs.optim.RowAdam, {}, 7), "RowAdagrad": (xs.optim.RowAdagrad, {}, 5),
-            "RowSGD": (xs.optim.RowSGD, {}, 3),
-            "RowAdagrad, row-wise": (xs.optim.RowAdagrad, dict(row_wise=True), 3),
-            "SparseAdam": (torch.optim.SparseAdam, {}, 7)}
+    # Optimizer, options, and the rows read or written per row of the gradient.
+    made = {
+        "RowAdam": (xs.optim.RowAdam, {}, 7), "RowAdagrad": (xs.optim.RowAdagrad, {}, 5),
+        "RowSGD": (xs.optim.RowSGD, {}, 3),
+        "RowAdagrad, row-wise": (xs.optim.RowAdagrad, dict(row_wise=True), 3),
+        "SparseAdam": (torch.optim.SparseAdam, {}, 7)
+    }
 
     def stepping(make: type, options: dict, gradient: Tensor) -> Callable[[], None]:
         parameter = nn.Parameter(bench.table(bench.classes, bench.width))
@@ -60,11 +65,14 @@ def part_optimizers(bench: Bench) -> None:
         def step() -> None:
             parameter.grad = gradient
             optimizer.step()
+
         return step
 
     def times(gradient: Tensor) -> dict:
-        return bench.kernels({name: stepping(make, options, gradient)
-                              for name, (make, options, _) in made.items()})
+        return bench.kernels(
+            {name: stepping(make, options, gradient)
+             for name, (make, options, _) in made.items()})
+
     bench.ratio("RowAdam / SparseAdam, gradient as backward leaves it", times(grad), "RowAdam",
                 "SparseAdam", "0.33")
     alone = times(grouped)
@@ -77,7 +85,8 @@ def part_optimizers(bench: Bench) -> None:
 
 
 def look_up(bench: Bench, ids: Tensor) -> None:
-    """Look-up, backward and optimizer, beside FBGEMM, which fuses the last two."""
+    """Measures look-up, backward pass and optimizer, compared with FBGEMM, which fuses the last
+    two."""
     upstream = torch.randn(len(ids), bench.width, device=bench.device)
     weight = nn.Parameter(bench.table(bench.classes, bench.width))
     optimizer = xs.optim.RowAdagrad([weight], row_wise=True)

@@ -1,4 +1,4 @@
-"""The parts by name, and the processes that run them: one that fails takes nothing else along."""
+"""The parts by name. Each runs in its own process, so that a failure does not affect others."""
 
 import json
 import os
@@ -18,11 +18,11 @@ from .bench import MARK, Bench, reason
 @dataclass
 class Part:
     run: Callable[[Bench], None]
-    most: float = 120  # seconds, after which it is stopped
-    least: float = 5  # seconds below which it does not begin
+    most: float = 120  # seconds after which it is stopped
+    least: float = 5  # seconds that must be left to start it
 
 
-# The order in which they run: those at the end are the first for which there may be no time.
+# The order in which they run. If time is short, the last ones are skipped.
 PARTS: Dict[str, Part] = {
     "device": Part(device_tests.part_device),
     "tests": Part(device_tests.part_tests, most=device_tests.TEST_SECONDS + 20),
@@ -42,9 +42,9 @@ PARTS: Dict[str, Part] = {
 
 
 def run_part(name: str, device: str, tiny: bool, seconds: float, text: Optional[str]) -> None:
-    """Runs a part in the process of its own, and ends that."""
+    """Runs a part in its own process, and ends the process."""
     bench = Bench(device, tiny, seconds, text)
-    torch._dynamo.config.recompile_limit = 64  # one function serves all shapes and dtypes
+    torch._dynamo.config.recompile_limit = 64  # one function is used for all shapes and dtypes
     torch.manual_seed(0)
     try:
         PARTS[name].run(bench)
@@ -52,33 +52,38 @@ def run_part(name: str, device: str, tiny: bool, seconds: float, text: Optional[
         traceback.print_exc()
         bench.row(f"(part {name})", detail=reason(error))
     sys.stdout.flush()
-    os._exit(0)  # a device that is lost may hang on the way out
+    os._exit(0)  # a lost device may hang during a normal exit
 
 
 def process_of(name: str, program: str, options: List[str], left: float,
                tiny: bool = False) -> List[dict]:
-    """Returns the rows of a part, those before it failed or was stopped too.
+    """Runs a part in a process and returns its rows, including those before a failure or a stop.
 
     Args:
-        left: the seconds that are left for it and all that follow.
-        options: of the program, for the part.
+        options: options of the program for the part.
+        left: the seconds left for this part and all later ones.
     """
     part = PARTS[name]
     least = 5 if tiny else part.least
     if left < least:
-        return [missing(name, f"not enough time was left for it: {max(left, 0):.0f} s of at least "
-                        f"{least:.0f} s")]
+        return [
+            missing(
+                name, f"not enough time was left for it: {max(left, 0):.0f} s of at least "
+                f"{least:.0f} s")
+        ]
     seconds = min(left, part.most)
-    command = [sys.executable, program, "--part", name, "--part-seconds", f"{seconds:.0f}",
-               *options]
+    command = [
+        sys.executable, program, "--part", name, "--part-seconds", f"{seconds:.0f}", *options
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                start_new_session=True)
     try:
         output, errors = process.communicate(timeout=seconds)
         ended = [] if process.returncode == 0 else [
-            missing(name, f"ended with {process.returncode}: {errors[-200:]}")]
+            missing(name, f"ended with {process.returncode}: {errors[-200:]}")
+        ]
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # and what the part has started
+        os.killpg(process.pid, signal.SIGKILL)  # includes the part's child processes
         output, errors = process.communicate()
         ended = [missing(name, f"stopped after {seconds:.0f} s")]
     told = [line for line in errors.splitlines() if "ActivityProfiler" not in line]

@@ -1,5 +1,5 @@
-"""Whole training steps of an LSTM of the size used on Penn Treebank: 2 layers of 200, 10,000 words,
-tied embedding, clipping, Adam."""
+"""Whole training steps of an LSTM of the size used for Penn Treebank: 2 layers of width 200, 10,000
+words, tied embedding, gradient clipping, Adam."""
 
 from typing import Callable, Dict, Optional
 
@@ -17,7 +17,6 @@ DENSE = f"{SAMPLED}, dense gradient"
 
 class Words(nn.Module):
     """Encodes words [T, B] as [T, B, width]."""
-
     def __init__(self, classes: int, width: int, sparse: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(classes, width, sparse=sparse)
@@ -28,8 +27,7 @@ class Words(nn.Module):
 
 
 class Plain(nn.Module):
-    """Scores all words with a Linear."""
-
+    """An output layer that scores all words with a Linear."""
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, classes)
@@ -45,14 +43,16 @@ def output_layers(bench: Bench) -> Dict[str, Callable[[], nn.Module]]:
     def sampled(**options: object) -> nn.Module:
         return xs.SampledSoftmaxLoss(width, classes, sampler="log_uniform", num_samples=half,
                                      head_classes=half, bias=True, **options)
-    return {PLAIN: lambda: Plain(width, classes),
-            EXACT: lambda: xs.LinearCrossEntropyLoss(width, classes, bias=True),
-            SAMPLED: sampled, DENSE: lambda: sampled(sparse_grad=False)}
+
+    return {
+        PLAIN: lambda: Plain(width, classes),
+        EXACT: lambda: xs.LinearCrossEntropyLoss(width, classes, bias=True), SAMPLED: sampled,
+        DENSE: lambda: sampled(sparse_grad=False)
+    }
 
 
 class Trainer:
     """A model with one output layer, its optimizers and a batch."""
-
     def __init__(self, bench: Bench, loss: nn.Module, sparse: bool, plain: bool) -> None:
         classes, width, batch, length = bench.recurrent
         self.encoder = Words(classes, width, sparse).to(bench.device)
@@ -77,7 +77,7 @@ class Trainer:
             optimizer.step()
 
     def graphed(self) -> Callable[[], object]:
-        """Returns the step by xs.make_graphed_step, after its capture."""
+        """Returns the step made by xs.make_graphed_step, after its capture."""
         step = xs.make_graphed_step(self.loss, self.optimizers, self.encoder, max_norm=0.5)
         for _ in range(8):
             step(self.words, self.target)
@@ -92,8 +92,10 @@ def part_recurrent(bench: Bench) -> None:
     runs: Runs = {}
     graphs: Runs = {}
     for name, make in output_layers(bench).items():
+
         def trainer(name: Optional[str] = name, make: Callable = make) -> Trainer:
             return Trainer(bench, make(), name == SAMPLED, name == PLAIN)
+
         runs |= bench.attempt(name, lambda: trainer().step)
         if bench.cuda:
             graphs |= bench.attempt(f"{name}, CUDA graph", lambda: trainer().graphed())

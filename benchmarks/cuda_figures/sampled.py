@@ -1,6 +1,5 @@
-"""Whole steps of sampled losses, compared with what a good PyTorch user writes (output_layer.py),
-with its arithmetic under torch.compile, with CUDA graphs of both, and with the method of Partial
-FC."""
+"""Whole steps of sampled losses, compared with the code of a good PyTorch user (output_layer.py),
+the same under torch.compile, CUDA graphs of both, and the method of Partial FC."""
 
 import copy
 import functools
@@ -24,7 +23,7 @@ STEPS = (OURS, NAIVE, COMPILED)
 
 @dataclass
 class Case:
-    """A number of draws in one precision, and what its figures should become."""
+    """A number of samples in one precision, and the targets for its figures."""
 
     num_samples: int
     shared: bool
@@ -50,8 +49,7 @@ def our_loss(bench: Bench, num_samples: int, shared: bool, **options) -> xs.Samp
 
 class PartialFC(nn.Module):
     """The method of Partial FC: a softmax over the classes of the batch and random others,
-    `num_samples` in all. It draws by sorting a random number for every class."""
-
+    `num_samples` in total. It samples by sorting a random number per class."""
     def __init__(self, table: Tensor, num_samples: int) -> None:
         super().__init__()
         self.weight, self.num_samples = nn.Parameter(table), num_samples
@@ -66,8 +64,8 @@ class PartialFC(nn.Module):
 
 
 def compiled_naive(bench: Bench, naive: NaiveSampled) -> NaiveSampled:
-    """Returns the rival over the same table, compiled but for its look-up: the compiler knows no
-    sparse gradients."""
+    """Returns the rival over the same table, compiled except for its look-up, because the compiler
+    does not support sparse gradients."""
     compiled = copy.copy(naive)
     compiled.shared_loss = bench.compiled(naive.shared_loss)
     compiled.private_loss = bench.compiled(naive.private_loss)
@@ -76,7 +74,7 @@ def compiled_naive(bench: Bench, naive: NaiveSampled) -> NaiveSampled:
 
 def naive_call(bench: Bench, case: Case, naive: NaiveSampled, input: Tensor,
                target: Tensor) -> Callable[[], Tensor]:
-    """Returns a call of the rival, which draws first."""
+    """Returns a call of the rival, including sampling."""
     shape = (case.num_samples,) if case.shared else (bench.queries, case.num_samples)
     log_count = torch.tensor(math.log(case.num_samples / bench.classes), device=bench.device)
     rival = naive.shared if case.shared else naive.private
@@ -85,7 +83,7 @@ def naive_call(bench: Bench, case: Case, naive: NaiveSampled, input: Tensor,
 
 
 def sampled_steps(bench: Bench, case: Case) -> Runs:
-    """Returns whole steps of ours and of the rivals, draws included."""
+    """Returns whole steps of our loss and of the rivals, including sampling."""
     input, target = bench.batch(dtype=case.dtype)
     ours = our_loss(bench, case.num_samples, case.shared, dtype=case.dtype)
     naive = NaiveSampled(bench.table(bench.classes, bench.width).to(case.dtype))
@@ -95,30 +93,36 @@ def sampled_steps(bench: Bench, case: Case) -> Runs:
 
     def our_step(loss: xs.SampledSoftmaxLoss, optimizer: Optional[Callable] = xs.optim.RowAdam):
         parameters = list(loss.parameters())
-        return training_step(lambda: loss(input, target), input, parameters,
-                             optimizer and optimizer(parameters))
-    runs = {OURS: our_step(ours),
-            NAIVE: training_step(call, input, table, torch.optim.SparseAdam(table)),
-            COMPILED: training_step(compiled, input, table, torch.optim.SparseAdam(table)),
-            f"{OURS}, no optimizer": our_step(ours, None),
-            f"{NAIVE}, no optimizer": training_step(call, input, table),
-            f"{COMPILED}, no optimizer": training_step(compiled, input, table)}
+        return training_step(lambda: loss(input, target), input, parameters, optimizer
+                             and optimizer(parameters))
+
+    runs = {
+        OURS: our_step(ours), NAIVE: training_step(call, input, table,
+                                                   torch.optim.SparseAdam(table)),
+        COMPILED: training_step(compiled, input, table, torch.optim.SparseAdam(table)),
+        f"{OURS}, no optimizer": our_step(ours, None),
+        f"{NAIVE}, no optimizer": training_step(call, input, table),
+        f"{COMPILED}, no optimizer": training_step(compiled, input, table)
+    }
     if not case.shared:
         lazily = functools.partial(xs.optim.RowAdam, lazy_gradient=True)
         runs[LAZY] = our_step(our_loss(bench, case.num_samples, False, dtype=case.dtype), lazily)
     if bench.cuda:
-        runs |= bench.attempt(f"{OURS}, CUDA graph", lambda: bench.graphed(our_step(our_loss(
-            bench, case.num_samples, case.shared, dtype=case.dtype))))
+        runs |= bench.attempt(
+            f"{OURS}, CUDA graph", lambda: bench.graphed(
+                our_step(our_loss(bench, case.num_samples, case.shared, dtype=case.dtype))))
         for name in (NAIVE, COMPILED):
-            runs |= bench.attempt(f"{name}, CUDA graph", lambda: graphed_naive(
-                bench, runs[f"{name}, no optimizer"], table, torch.optim.SparseAdam(table)))
+            runs |= bench.attempt(
+                f"{name}, CUDA graph",
+                lambda: graphed_naive(bench, runs[f"{name}, no optimizer"], table,
+                                      torch.optim.SparseAdam(table)))
     return runs
 
 
 def graphed_naive(bench: Bench, forward_backward: Callable[[], None], table: list,
                   optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Returns the rival's step with its forward and backward pass as a CUDA graph. SparseAdam waits
-    for the device, so that no graph can hold it."""
+    """Returns the rival's step with its forward and backward pass as a CUDA graph. SparseAdam
+    synchronises with the device, so it cannot be captured."""
     replay = bench.graphed(forward_backward)
     grads = [parameter.grad for parameter in table]
 
@@ -127,6 +131,7 @@ def graphed_naive(bench: Bench, forward_backward: Callable[[], None], table: lis
         for parameter, grad in zip(table, grads):
             parameter.grad = grad
         optimizer.step()
+
     return step
 
 
@@ -142,7 +147,8 @@ def measure(bench: Bench, case: Case, more: Optional[Runs] = None) -> Dict[str, 
             bench.ratio(f"{title}: step with lazy_gradient / ours", seconds, LAZY, OURS)
         bench.ratio(f"{title}: without optimizers", seconds, f"{OURS}, no optimizer",
                     f"{NAIVE}, no optimizer")
-        bench.launches(title, runs, {name: seconds[name] for name in STEPS if name in seconds},
+        bench.launches(title, runs, {name: seconds[name]
+                                     for name in STEPS if name in seconds},
                        {OURS: case.launches} if case.launches else None)
         if bench.cuda:
             report_graphs(bench, case, seconds)
@@ -166,8 +172,10 @@ def part_shared(bench: Bench) -> None:
     num_samples = min(bench.classes, bench.queries + bench.shared)
     partial = PartialFC(bench.table(bench.classes, bench.width), num_samples)
     optimizer = torch.optim.SparseAdam(partial.parameters())
-    other = {"Partial FC": training_step(lambda: partial(input, target), input,
-                                         partial.parameters(), optimizer)}
+    other = {
+        "Partial FC": training_step(lambda: partial(input, target), input, partial.parameters(),
+                                    optimizer)
+    }
     case = Case(bench.shared, True, "float32", launches="20")
     seconds = measure(bench, case, other)
     bench.ratio(f"{case.title(bench)}: step / Partial FC", seconds, OURS, "Partial FC")

@@ -1,7 +1,8 @@
 #include "matcher/canonical_rows.h"
 
-#include "core/checks.h"
-#include "core/sparse_rows.h"
+#include "op/checks.h"
+#include "op/operators.h"
+#include "table/sparse_rows.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -21,14 +22,17 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kOp = "canonical_rows";
-constexpr double kLargestFloat = 0x1.fffffefffffffp127; ///< beyond, a float64 becomes an infinite float32
-constexpr double kTinyFloat = 0x1p-150;                 ///< up to here it becomes 0
+/// Larger float64 numbers become infinite in float32.
+constexpr double kLargestFloat = 0x1.fffffefffffffp127;
+constexpr double kTinyFloat = 0x1p-150; ///< float64 numbers up to this become 0 in float32
 
 template <typename Column, typename Value>
 class Rows {
  public:
-  Rows(const char* op, const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t width, RowKind kind)
-      : op_(op), count_(offsets.size(0) - 1), width_(width), kind_(kind), offset_(offsets.const_data_ptr<int64_t>()), column_(columns.const_data_ptr<Column>()),
+  Rows(const char* op, const Tensor& offsets, const Tensor& columns, const Tensor& values,
+       int64_t width, RowKind kind)
+      : op_(op), count_(offsets.size(0) - 1), width_(width), kind_(kind),
+        offset_(offsets.const_data_ptr<int64_t>()), column_(columns.const_data_ptr<Column>()),
         value_(values.const_data_ptr<Value>()) {
     constexpr auto kLastColumn = int64_t(std::numeric_limits<Column>::max());
     last_column_ = Column(std::min(width - 1, kLastColumn));
@@ -36,7 +40,7 @@ class Rows {
     tiny_ = kind == RowKind::Features ? kTinyFloat : 0.0;
   }
 
-  /// Whether all rows are canonical already. Throws where a column or a value is bad.
+  /// Returns whether all rows are canonical. Raises if a column or a value is invalid.
   bool check() const {
     std::atomic<bool> canonical = true;
     at::parallel_for(0, count_, grain(), [&](int64_t begin, int64_t end) {
@@ -45,7 +49,8 @@ class Rows {
       }
       bool all = true;
       std::vector<Column> sorted;
-      for (int64_t row = begin; row < end; ++row) { // names the bad row, or accepts unsorted scores
+      // Names the invalid row, or accepts unsorted scores.
+      for (int64_t row = begin; row < end; ++row) {
         all &= check_row(row, sorted);
       }
       if (!all) {
@@ -58,7 +63,8 @@ class Rows {
   SparseRowTensors make(const Tensor& columns, const Tensor& values) const {
     const bool keeps_dtype = kind_ == RowKind::Scores;
     const Tensor column = at::empty({columns.size(0)}, columns.options());
-    const Tensor value = at::empty({columns.size(0)}, keeps_dtype ? values.options() : values.options().dtype(at::kFloat));
+    const Tensor value = at::empty(
+        {columns.size(0)}, keeps_dtype ? values.options() : values.options().dtype(at::kFloat));
     const Tensor ends = at::empty({count_ + 1}, at::kLong);
     int64_t* end_of = ends.mutable_data_ptr<int64_t>();
     Column* to_column = column.mutable_data_ptr<Column>();
@@ -67,10 +73,10 @@ class Rows {
       at::parallel_for(0, count_, grain(), [&](int64_t begin, int64_t end) {
         std::vector<Entry> entries;
         for (int64_t row = begin; row < end; ++row) {
-          end_of[row + 1] = make_row(row, entries, to_column, to_value); // its size, as yet
+          end_of[row + 1] = make_row(row, entries, to_column, to_value); // only its size for now
         }
       });
-      for (int64_t row = 0; row < count_; ++row) { // closed up
+      for (int64_t row = 0; row < count_; ++row) { // close the gaps
         const int64_t from = offset_[row], size = end_of[row + 1], to = end_of[row];
         if (to != from) {
           std::copy_n(to_column + from, size, to_column + to);
@@ -93,11 +99,13 @@ class Rows {
     double value;
   };
 
-  int64_t grain() const { return std::max<int64_t>(1, 32768 * count_ / std::max<int64_t>(offset_[count_], 1)); }
+  int64_t grain() const {
+    return std::max<int64_t>(1, 32768 * count_ / std::max<int64_t>(offset_[count_], 1));
+  }
 
   bool drops_zeros() const { return kind_ == RowKind::Features || kind_ == RowKind::Labels; }
 
-  // Comparisons alone, so that a row is checked without branches. A NaN is not at most anything.
+  // Comparisons only, so the loop over a row has no branches. False for NaN.
   template <typename Number>
   bool allowed(Number value) const {
     return std::abs(value) <= Number(largest_);
@@ -108,11 +116,11 @@ class Rows {
     return std::abs(value) <= Number(tiny_);
   }
 
-  /// Whether rows are canonical, by loops over all of their entries that the compiler vectorises.
-  /// For scores, false means that `check_row` decides.
+  /// Returns whether rows are canonical, by loops over all their entries that the compiler can
+  /// vectorise. For scores, false means that `check_row` must decide.
   bool is_plain(int64_t begin, int64_t end) const {
     using Flag = std::conditional_t<sizeof(Value) == 8, int64_t, int32_t>;
-    constexpr int64_t kChunk = 4096; // entries, which stay in the cache
+    constexpr int64_t kChunk = 4096; // entries; they stay in the cache
     const int64_t first = offset_[begin], last = offset_[end];
     const Column last_column = last_column_;
     const auto largest = Value(largest_);
@@ -137,7 +145,8 @@ class Rows {
       }
       falls += fallen;
     }
-    for (int64_t row = begin; row < end && falls > 0; ++row) { // a row may begin below the end of the one before
+    // A row may begin below the end of the row before.
+    for (int64_t row = begin; row < end && falls > 0; ++row) {
       const int64_t t = offset_[row];
       falls -= int64_t(t > first && t < offset_[row + 1] && column_[t] <= column_[t - 1]);
     }
@@ -168,15 +177,18 @@ class Rows {
 
   void name_problem(int64_t row) const {
     for (int64_t t = offset_[row]; t < offset_[row + 1]; ++t) {
-      TORCH_CHECK_INDEX(column_[t] >= 0 && column_[t] < width_, op_, ": expected columns in [0, ", width_, "), got ", column_[t], " at [", t, "]");
-      TORCH_CHECK_VALUE(allowed(value_[t]), op_, ": expected values with finite numbers", std::isfinite(value_[t]) ? " in float32" : "", ", got ", value_[t],
+      TORCH_CHECK_INDEX(column_[t] >= 0 && column_[t] < width_, op_, ": expected columns in [0, ",
+                        width_, "), got ", column_[t], " at [", t, "]");
+      TORCH_CHECK_VALUE(allowed(value_[t]), op_, ": expected values with finite numbers",
+                        std::isfinite(value_[t]) ? " in float32" : "", ", got ", value_[t],
                         " in row ", row, ", column ", column_[t]);
     }
   }
 
-  /// Writes a row from its first place on, and returns its number of entries.
+  /// Writes the canonical row at the row's original offset and returns its number of entries.
   template <typename Result>
-  int64_t make_row(int64_t row, std::vector<Entry>& entries, Column* to_column, Result* to_value) const {
+  int64_t make_row(int64_t row, std::vector<Entry>& entries, Column* to_column,
+                   Result* to_value) const {
     const int64_t begin = offset_[row], end = offset_[row + 1];
     entries.clear();
     for (int64_t t = begin; t < end; ++t) {
@@ -196,7 +208,8 @@ class Rows {
         sum += entries[i].value;
         largest = std::max(largest, std::abs(entries[i].value));
       }
-      TORCH_CHECK_VALUE(allowed(sum), op_, ": expected values whose sums are finite", std::isfinite(sum) ? " in float32" : "", ", got ", sum, " in row ", row,
+      TORCH_CHECK_VALUE(allowed(sum), op_, ": expected values whose sums are finite",
+                        std::isfinite(sum) ? " in float32" : "", ", got ", sum, " in row ", row,
                         ", column ", column);
       const bool cancelled = i > first + 1 && sum == 0 && largest > 0;
       if (cancelled || (drops_zeros() && is_zero(sum))) {
@@ -228,14 +241,16 @@ RowKind kind_named(const std::string& name) {
   if (name == "weights") {
     return RowKind::Weights;
   }
-  TORCH_CHECK_VALUE(name == "scores", kOp, ": expected kind as features, labels, weights or scores, got ", name);
+  TORCH_CHECK_VALUE(name == "scores", kOp,
+                    ": expected kind as features, labels, weights or scores, got ", name);
   return RowKind::Scores;
 }
 
 } // namespace
 
-std::optional<SparseRowTensors> canonical_rows(const char* op, const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t width,
-                                               RowKind kind) {
+std::optional<SparseRowTensors> canonical_rows(const char* op, const Tensor& offsets,
+                                               const Tensor& columns, const Tensor& values,
+                                               int64_t width, RowKind kind) {
   const bool wide = columns.scalar_type() == at::kLong;
   const bool doubles = values.scalar_type() == at::kDouble;
   check::numbers(op, "offsets", offsets, at::kLong);
@@ -243,7 +258,8 @@ std::optional<SparseRowTensors> canonical_rows(const char* op, const Tensor& off
   check::numbers(op, "values", values, doubles ? at::kDouble : at::kFloat);
   TORCH_CHECK_VALUE(width >= 0, op, ": expected width of at least 0, got ", width);
   check::size(op, "values", values, 0, columns.size(0), "the size of columns");
-  TORCH_CHECK_VALUE(offsets.size(0) >= 1, op, ": expected offsets with a number for each row and one, got none");
+  TORCH_CHECK_VALUE(offsets.size(0) >= 1, op,
+                    ": expected offsets with a number for each row and one, got none");
   const Tensor offset = offsets.contiguous(), column = columns.contiguous();
   const Tensor value = values.contiguous();
   check::offsets(op, "offsets", offset, columns.size(0));
@@ -254,12 +270,14 @@ std::optional<SparseRowTensors> canonical_rows(const char* op, const Tensor& off
     return rows.make(column, value);
   };
   if (wide) {
-    return doubles ? run(Rows<int64_t, double>(op, offset, column, value, width, kind)) : run(Rows<int64_t, float>(op, offset, column, value, width, kind));
+    return doubles ? run(Rows<int64_t, double>(op, offset, column, value, width, kind))
+                   : run(Rows<int64_t, float>(op, offset, column, value, width, kind));
   }
-  return doubles ? run(Rows<int32_t, double>(op, offset, column, value, width, kind)) : run(Rows<int32_t, float>(op, offset, column, value, width, kind));
+  return doubles ? run(Rows<int32_t, double>(op, offset, column, value, width, kind))
+                 : run(Rows<int32_t, float>(op, offset, column, value, width, kind));
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+XSOFTMAX_OPERATORS(m) {
   m.def(
       "canonical_rows(Tensor offsets, Tensor columns, Tensor values, int width, str kind) -> "
       "Tensor[]");
@@ -267,7 +285,8 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("canonical_rows",
-         [](const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t width, const std::string& kind) -> std::vector<Tensor> {
+         [](const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t width,
+            const std::string& kind) -> std::vector<Tensor> {
            const auto rows = canonical_rows(kOp, offsets, columns, values, width, kind_named(kind));
            if (!rows) {
              return {};

@@ -1,6 +1,6 @@
 #include "matcher/linear_beam.h"
 
-#include "core/simd.h"
+#include "cpu/simd.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,8 +9,10 @@
 
 namespace xsoftmax {
 
-BeamLayer::BeamLayer(const LinearLayerView& view, int32_t bias_feature) : view_(view), chunks_(parents()) {
-  const auto bits = [&](int64_t p) { // at most two thirds full
+BeamLayer::BeamLayer(const LinearLayerView& view, int32_t bias_feature)
+    : view_(view), chunks_(parents()) {
+  // At most two thirds of the slots are used.
+  const auto bits = [&](int64_t p) {
     const int64_t rows = view.chunk[p + 1] - view.chunk[p];
     int found = 1;
     for (; (int64_t(1) << found) * 2 < rows * 3; ++found) {
@@ -22,7 +24,8 @@ BeamLayer::BeamLayer(const LinearLayerView& view, int32_t bias_feature) : view_(
     slots_begin[p + 1] = slots_begin[p] + (int64_t(1) << bits(p));
   }
   slots_.assign(slots_begin.back(), {-1, 0, 0});
-  const size_t child_size = view.wide ? sizeof(int32_t) : sizeof(uint8_t), value_size = view.half ? sizeof(F16) : sizeof(float);
+  const size_t child_size = view.wide ? sizeof(int32_t) : sizeof(uint8_t),
+               value_size = view.half ? sizeof(F16) : sizeof(float);
   int64_t entry = 0;
   for (int64_t p = 0; p < parents(); ++p) {
     most_children_ = std::max(most_children_, children(p));
@@ -39,7 +42,8 @@ BeamLayer::BeamLayer(const LinearLayerView& view, int32_t bias_feature) : view_(
     int64_t begin = 0;
     for (int64_t row = view.chunk[p]; row < view.chunk[p + 1]; ++row) {
       const int64_t count = view.weights(row);
-      if (view.feature[row] == bias_feature) { // the last of the parent's features, where it has one
+      // The bias is the last feature of a parent, if it has one.
+      if (view.feature[row] == bias_feature) {
         chunk.bias_entries = count;
       } else {
         uint32_t at = first_slot(view.feature[row], chunk.weights.shift);
@@ -55,29 +59,36 @@ BeamLayer::BeamLayer(const LinearLayerView& view, int32_t bias_feature) : view_(
   }
 }
 
-void BeamLayer::score(int64_t parent, const Queries& queries, int64_t query, float bias, float* scores) const {
+void BeamLayer::score(int64_t parent, const Queries& queries, int64_t query, float bias,
+                      float* scores) const {
   const LinearChunkTable& loops = linear_chunk();
   const Chunk& chunk = chunks_[parent];
   std::fill_n(scores, children(parent), 0.0f);
   int64_t end = chunk.entries - chunk.bias_entries;
   loops.add_weights(chunk.weights, end, chunk.bias_entries, bias, scores);
   const int64_t begin = queries.offset[query];
-  loops.add(chunk.weights, queries.feature + begin, queries.value + begin, queries.offset[query + 1] - begin, scores);
-  if (queries.dense != nullptr) { // its features are the last of the parent's, but for the bias
+  loops.add(chunk.weights, queries.feature + begin, queries.value + begin,
+            queries.offset[query + 1] - begin, scores);
+  // The dense features are the last ones of the parent, except for the bias.
+  if (queries.dense != nullptr) {
     const float* dense = queries.dense + query * queries.dense_width;
     const int64_t last = view_.chunk[parent + 1] - (chunk.bias_entries > 0);
-    for (int64_t row = last - 1; row >= view_.chunk[parent] && view_.feature[row] >= queries.dense_begin; --row) {
+    for (int64_t row = last - 1;
+         row >= view_.chunk[parent] && view_.feature[row] >= queries.dense_begin; --row) {
       const int64_t count = view_.weights(row);
       end -= count;
-      if (const float value = dense[view_.feature[row] - queries.dense_begin]; value != 0) { // rows of a dense block are often sparse all the same
+      // Rows of a dense block are often sparse.
+      if (const float value = dense[view_.feature[row] - queries.dense_begin]; value != 0) {
         loops.add_weights(chunk.weights, end, count, value, scores);
       }
     }
   }
 }
 
-void BeamWorkspace::search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias, const LinearBeamOptions& options,
-                           std::span<const std::vector<bool>> allowed, int64_t* leaf, float* score, int64_t* found) {
+void BeamWorkspace::search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias,
+                           const LinearBeamOptions& options,
+                           std::span<const std::vector<bool>> allowed, int64_t* leaf, float* score,
+                           int64_t* found) {
   float start = 1.0f; // neutral element of the combiner
   if (options.combiner == ScoreCombiner::Add) {
     start = 0.0f;
@@ -89,7 +100,8 @@ void BeamWorkspace::search(const std::vector<BeamLayer>& layers, const Queries& 
   std::iota(begin_.begin(), begin_.end(), int64_t(0));
   for (size_t depth = 0; depth < layers.size(); ++depth) {
     score_children(layers[depth], queries, bias, options);
-    select(layers[depth], queries.count, depth + 1 == layers.size() ? options.topk : options.beam, allowed.empty() ? nullptr : &allowed[depth]);
+    select(layers[depth], queries.count, depth + 1 == layers.size() ? options.topk : options.beam,
+           allowed.empty() ? nullptr : &allowed[depth]);
   }
   for (int64_t q = 0; q < queries.count; ++q) {
     found[q] = begin_[q + 1] - begin_[q];
@@ -97,8 +109,10 @@ void BeamWorkspace::search(const std::vector<BeamLayer>& layers, const Queries& 
   }
 }
 
-void BeamWorkspace::report(int64_t query, const LinearBeamOptions& options, int64_t* leaf, float* score) const {
-  constexpr float kLeast = std::numeric_limits<float>::min(), kStep = std::numeric_limits<float>::epsilon();
+void BeamWorkspace::report(int64_t query, const LinearBeamOptions& options, int64_t* leaf,
+                           float* score) const {
+  constexpr float kLeast = std::numeric_limits<float>::min(),
+                  kStep = std::numeric_limits<float>::epsilon();
   const Node* best = beam_.data() + begin_[query];
   const int64_t found = begin_[query + 1] - begin_[query];
   std::fill(leaf + found, leaf + options.topk, -1);
@@ -114,8 +128,9 @@ void BeamWorkspace::report(int64_t query, const LinearBeamOptions& options, int6
   }
 }
 
-// Parent after parent, so that its weights are read once for all the queries that are there.
-void BeamWorkspace::score_children(const BeamLayer& layer, const Queries& queries, float bias, const LinearBeamOptions& options) {
+// Scores parent by parent, so its weights are read once for all queries at that parent.
+void BeamWorkspace::score_children(const BeamLayer& layer, const Queries& queries, float bias,
+                                   const LinearBeamOptions& options) {
   pairs_.clear();
   int64_t total = 0;
   for (int64_t q = 0; q < queries.count; ++q) {
@@ -126,7 +141,8 @@ void BeamWorkspace::score_children(const BeamLayer& layer, const Queries& querie
   }
   scores_.resize(std::max(scores_.size(), size_t(total)));
   order_.resize(pairs_.size());
-  if (queries.count > 1) { // a counting sort
+  // A counting sort by parent.
+  if (queries.count > 1) {
     count_.assign(layer.parents() + 1, 0);
     for (const Pair& pair : pairs_) {
       ++count_[pair.parent + 1];
@@ -143,13 +159,17 @@ void BeamWorkspace::score_children(const BeamLayer& layer, const Queries& querie
     const Pair& pair = pairs_[i];
     float* scores = scores_.data() + pair.at;
     layer.score(pair.parent, queries, pair.query, bias, scores);
-    rows.combine(scores, layer.children(pair.parent), pair.score, options.transform, options.power, options.combiner);
+    rows.combine(scores, layer.children(pair.parent), pair.score, options.transform, options.power,
+                 options.combiner);
   }
 }
 
-// The best `keep` children of each query that may be entered, best first.
-void BeamWorkspace::select(const BeamLayer& layer, int64_t queries, int64_t keep, const std::vector<bool>* allowed) {
-  const auto better = [](const Node& a, const Node& b) { return a.score > b.score || (a.score == b.score && a.node < b.node); };
+// Selects the best `keep` allowed children of each query, best first.
+void BeamWorkspace::select(const BeamLayer& layer, int64_t queries, int64_t keep,
+                           const std::vector<bool>* allowed) {
+  const auto better = [](const Node& a, const Node& b) {
+    return a.score > b.score || (a.score == b.score && a.node < b.node);
+  };
   next_.clear();
   next_begin_.resize(queries + 1);
   size_t pair = 0;
@@ -158,15 +178,17 @@ void BeamWorkspace::select(const BeamLayer& layer, int64_t queries, int64_t keep
     next_begin_[q] = begin;
     for (; pair < pairs_.size() && pairs_[pair].query == q; ++pair) {
       const float* scores = scores_.data() + pairs_[pair].at;
-      const int64_t first = layer.first_child(pairs_[pair].parent), count = layer.children(pairs_[pair].parent);
+      const int64_t first = layer.first_child(pairs_[pair].parent),
+                    count = layer.children(pairs_[pair].parent);
       for (int64_t c = 0; c < count; ++c) {
         if (allowed != nullptr && !(*allowed)[first + c]) {
           continue;
         }
-        const Node node{first + c, std::fmax(scores[c], std::numeric_limits<float>::lowest())}; // a NaN would have no place in an order
+        // A NaN cannot be ordered, so it counts as the lowest float.
+        const Node node{first + c, std::fmax(scores[c], std::numeric_limits<float>::lowest())};
         if (int64_t(next_.size()) - begin < keep) {
           next_.push_back(node);
-          std::push_heap(next_.begin() + begin, next_.end(), better); // the worst on top
+          std::push_heap(next_.begin() + begin, next_.end(), better); // the worst is at the top
         } else if (keep > 0 && better(node, next_[begin])) {
           std::pop_heap(next_.begin() + begin, next_.end(), better);
           next_.back() = node;

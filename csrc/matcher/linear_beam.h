@@ -8,12 +8,12 @@
 #include <span>
 #include <vector>
 
-// Beam search down the layers of a hierarchical linear model, for sparse queries. Plain C++: what answers a query neither allocates, once its
-// workspace has grown, nor starts a thread.
+// Beam search through the layers of a hierarchical linear model, for sparse queries. Plain C++:
+// answering a query starts no thread, and allocates nothing once the workspace has grown.
 
 namespace xsoftmax {
 
-/// Sparse rows, and beside them a dense block, of the features from dense_begin on.
+/// Sparse rows, optionally with a dense block for the features from dense_begin on.
 struct Queries {
   int64_t count;
   const int64_t* offset; ///< [count + 1]
@@ -24,70 +24,89 @@ struct Queries {
   int64_t dense_width;
 
   Queries part(int64_t begin, int64_t end) const {
-    return {end - begin, offset + begin, feature, value, dense == nullptr ? dense : dense + begin * dense_width, dense_begin, dense_width};
+    return {end - begin,
+            offset + begin,
+            feature,
+            value,
+            dense == nullptr ? dense : dense + begin * dense_width,
+            dense_begin,
+            dense_width};
   }
 };
 
-/// One layer as linear_layer.h has it, over memory that someone else holds; `wide`: more and child are int32; `half`: value is float16.
+/// A non-owning view of one layer (linear_layer.h). `wide`: more and child are int32. `half`: value
+/// is float16.
 struct LinearLayerView {
   std::span<const int64_t> first_child, chunk;
   std::span<const int32_t> feature;
   const void *more, *child, *value;
   bool wide, half;
 
-  /// How many weights a feature has.
-  int64_t weights(int64_t row) const { return 1 + (wide ? int64_t(static_cast<const int32_t*>(more)[row]) : int64_t(static_cast<const uint8_t*>(more)[row])); }
+  /// Returns the number of weights of a feature row.
+  int64_t weights(int64_t row) const {
+    return 1 +
+        (wide ? int64_t(static_cast<const int32_t*>(more)[row])
+              : int64_t(static_cast<const uint8_t*>(more)[row]));
+  }
 };
 
-/// One layer, and where to find a feature among a parent's.
+/// One layer with a hash table per parent that finds the weights of a feature.
 class BeamLayer {
  public:
-  /// The view has been checked. bias_feature: the feature that stands for the bias.
+  /// The view must be validated. bias_feature: the feature id of the bias.
   BeamLayer(const LinearLayerView& view, int32_t bias_feature);
-  BeamLayer(BeamLayer&&) = default; // a copy would look into the slots of the first
+  BeamLayer(BeamLayer&&) = default; // not copyable: chunks_ points into slots_
 
   int64_t parents() const { return int64_t(view_.first_child.size()) - 1; }
   int64_t children() const { return view_.first_child.back(); }
   int64_t most_children() const { return most_children_; }
   int64_t first_child(int64_t parent) const { return view_.first_child[parent]; }
-  int64_t parent(int64_t child) const { return std::upper_bound(view_.first_child.begin(), view_.first_child.end(), child) - view_.first_child.begin() - 1; }
-  int64_t children(int64_t parent) const { return view_.first_child[parent + 1] - view_.first_child[parent]; }
+  int64_t parent(int64_t child) const {
+    return std::upper_bound(view_.first_child.begin(), view_.first_child.end(), child) -
+        view_.first_child.begin() - 1;
+  }
+  int64_t children(int64_t parent) const {
+    return view_.first_child[parent + 1] - view_.first_child[parent];
+  }
 
-  /// scores [children(parent)] = w.x for one of the queries, and bias times the bias's weights.
-  void score(int64_t parent, const Queries& queries, int64_t query, float bias, float* scores) const;
+  /// Writes scores [children(parent)]: w.x for one query, plus `bias` times the weights of the
+  /// bias.
+  void score(int64_t parent, const Queries& queries, int64_t query, float bias,
+             float* scores) const;
 
  private:
   struct Chunk {
     LinearChunk weights;
-    int64_t entries, bias_entries; // of the latter, the last ones
+    int64_t entries, bias_entries; // bias_entries are the last ones of the entries
   };
 
   LinearLayerView view_;
   int64_t most_children_ = 1;
-  std::vector<FeatureSlot> slots_; // a power of two for each parent
+  std::vector<FeatureSlot> slots_; // a power of two per parent
   std::vector<Chunk> chunks_;
 };
 
 struct LinearBeamOptions {
   int64_t beam, topk;
   ScoreTransform transform;
-  int power; ///< of a hinge
+  int power; ///< exponent of a hinge
   ScoreCombiner combiner;
-  bool logs; ///< Scores are logs: e^score is reported.
+  bool logs; ///< scores are logs, and e^score is reported
 };
 
-/// What a search needs beside the model; kept for the next one.
+/// Runs beam searches. Its buffers are reused by the next search.
 class BeamWorkspace {
  public:
-  /// Finds the best topk leaves of each query, best first, equal scores by leaf: `leaf` and `score`
-  /// [count][topk], -1 and 0 behind the last; `found` [count] how many. `allowed`, where not empty:
-  /// of each layer's nodes those that may be entered.
+  /// Finds the best topk leaves of each query, best first, equal scores by leaf. Writes `leaf` and
+  /// `score` [count][topk], filled up with -1 and 0, and the number of leaves `found` [count].
+  /// `allowed`, if not empty, marks the nodes of each layer that may be entered.
   ///
-  /// No reported score is 0, which sparse formats drop. Where scores are logs, e^score of the i-th
-  /// leaf before the last one found is at least the i-th float after 2^-126, so that the smallest
-  /// ones are in order, too. A score of 0 that is no log of this kind is reported as 2^-126.
-  void search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias, const LinearBeamOptions& options,
-              std::span<const std::vector<bool>> allowed, int64_t* leaf, float* score, int64_t* found);
+  /// No reported score is 0, because sparse formats drop zeros. If scores are logs, the
+  /// i-th leaf before the last is reported with at least the i-th float after 2^-126, so the
+  /// smallest scores keep their order. Otherwise a score of 0 is reported as 2^-126.
+  void search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias,
+              const LinearBeamOptions& options, std::span<const std::vector<bool>> allowed,
+              int64_t* leaf, float* score, int64_t* found);
 
  private:
   struct Node {
@@ -100,10 +119,12 @@ class BeamWorkspace {
   };
 
   void report(int64_t query, const LinearBeamOptions& options, int64_t* leaf, float* score) const;
-  void score_children(const BeamLayer& layer, const Queries& queries, float bias, const LinearBeamOptions& options);
-  void select(const BeamLayer& layer, int64_t queries, int64_t keep, const std::vector<bool>* allowed);
+  void score_children(const BeamLayer& layer, const Queries& queries, float bias,
+                      const LinearBeamOptions& options);
+  void select(const BeamLayer& layer, int64_t queries, int64_t keep,
+              const std::vector<bool>* allowed);
 
-  std::vector<Node> beam_, next_;       // of all queries, one after the other
+  std::vector<Node> beam_, next_;       // of all queries, concatenated
   std::vector<int64_t> begin_, next_begin_;
   std::vector<Pair> pairs_;
   std::vector<int64_t> order_, count_;

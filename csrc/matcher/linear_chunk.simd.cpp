@@ -1,30 +1,34 @@
 #include "matcher/linear_chunk.h"
 
-#include "core/simd.h"
+#include "cpu/simd.h"
 
 namespace xsoftmax::XS_ISA {
 namespace {
 
-constexpr int64_t kAhead = 32; // features whose slots, then weights, are asked for before the first is read
+// The number of features whose slots, then weights, are prefetched before the first is read.
+constexpr int64_t kAhead = 32;
 
 static inline float weight(float value) { return value; }
 static inline float weight(F16 value) {
 #ifdef __F16C__
-  return float(bit_cast<_Float16>(value.bits)); // one instruction, of one number: what load() spares a loop that has vectors
+  // One instruction for one number, where load() expects a vectorised loop.
+  return float(bit_cast<_Float16>(value.bits));
 #else
   return load(value);
 #endif
 }
 
 template <typename Child, typename Value>
-static inline void add_scaled(const Child* child, const Value* value, int64_t count, float x, float* scores) {
+static inline void add_scaled(const Child* child, const Value* value, int64_t count, float x,
+                              float* scores) {
   for (int64_t e = 0; e < count; ++e) {
     scores[child[e]] += x * weight(value[e]);
   }
 }
 
 template <typename Child, typename Value>
-void add_features(const LinearChunk& chunk, const int32_t* feature, const float* x, int64_t n, float* scores) {
+void add_features(const LinearChunk& chunk, const int32_t* feature, const float* x, int64_t n,
+                  float* scores) {
   const Child* child = static_cast<const Child*>(chunk.child);
   const Value* value = static_cast<const Value*>(chunk.value);
   FeatureSlot hit[kAhead];
@@ -54,11 +58,14 @@ void add_features(const LinearChunk& chunk, const int32_t* feature, const float*
   }
 }
 
-void add(const LinearChunk& chunk, const int32_t* feature, const float* x, int64_t n, float* scores) {
+void add(const LinearChunk& chunk, const int32_t* feature, const float* x, int64_t n,
+         float* scores) {
   if (chunk.wide) {
-    chunk.half ? add_features<int32_t, F16>(chunk, feature, x, n, scores) : add_features<int32_t, float>(chunk, feature, x, n, scores);
+    chunk.half ? add_features<int32_t, F16>(chunk, feature, x, n, scores)
+               : add_features<int32_t, float>(chunk, feature, x, n, scores);
   } else {
-    chunk.half ? add_features<uint8_t, F16>(chunk, feature, x, n, scores) : add_features<uint8_t, float>(chunk, feature, x, n, scores);
+    chunk.half ? add_features<uint8_t, F16>(chunk, feature, x, n, scores)
+               : add_features<uint8_t, float>(chunk, feature, x, n, scores);
   }
 }
 
@@ -70,7 +77,8 @@ void add_children(const LinearChunk& chunk, int64_t begin, int64_t count, float 
 }
 
 void add_weights(const LinearChunk& chunk, int64_t begin, int64_t count, float x, float* scores) {
-  chunk.wide ? add_children<int32_t>(chunk, begin, count, x, scores) : add_children<uint8_t>(chunk, begin, count, x, scores);
+  chunk.wide ? add_children<int32_t>(chunk, begin, count, x, scores)
+             : add_children<uint8_t>(chunk, begin, count, x, scores);
 }
 
 } // namespace

@@ -1,9 +1,10 @@
 #include "matcher/linear_layer.h"
 
-#include "core/checks.h"
-#include "core/long_work.h"
-#include "core/philox.h"
-#include "core/sparse_rows.h"
+#include "op/checks.h"
+#include "op/long_work.h"
+#include "op/operators.h"
+#include "random/philox.h"
+#include "table/sparse_rows.h"
 #include "matcher/linear_layer_input.h"
 #include "matcher/sibling_solver.h"
 
@@ -30,10 +31,10 @@ using at::Tensor;
 
 constexpr const char* kOp = kLinearLayerTrain;
 
-/// Where to begin.
+/// The layer of a warm start.
 struct InitialLayer {
   LinearLayerView view;
-  std::vector<int64_t> entry; // where the weights of each parent begin
+  std::vector<int64_t> entry; // offset of each parent's weights
 
   explicit InitialLayer(const LinearLayerView& layer) : view(layer), entry{0} {
     for (size_t p = 0; p + 1 < view.chunk.size(); ++p) {
@@ -46,12 +47,16 @@ struct InitialLayer {
   }
 
   int64_t child(int64_t e) const {
-    return view.wide ? int64_t(static_cast<const int32_t*>(view.child)[e]) : int64_t(static_cast<const uint8_t*>(view.child)[e]);
+    return view.wide ? int64_t(static_cast<const int32_t*>(view.child)[e])
+                     : int64_t(static_cast<const uint8_t*>(view.child)[e]);
   }
-  float value(int64_t e) const { return view.half ? float(static_cast<const at::Half*>(view.value)[e]) : static_cast<const float*>(view.value)[e]; }
+  float value(int64_t e) const {
+    return view.half ? float(static_cast<const at::Half*>(view.value)[e])
+                     : static_cast<const float*>(view.value)[e];
+  }
 };
 
-/// A weight that is kept: `column` is one of the parent's columns, `child` counts from its first.
+/// A weight that is kept. `column` numbers the columns of the parent, `child` its children.
 struct Weight {
   int32_t column, child;
   float value;
@@ -67,10 +72,12 @@ struct Stats {
   }
 };
 
-/// The rows of one parent, their columns numbered anew, so that the weights of siblings lie as near each other as they can.
+/// The rows of one parent with renumbered columns, so that the weights of siblings are close in
+/// memory.
 class ParentRows {
  public:
-  explicit ParentRows(const SparseRowsView& examples) : examples_(examples), place_(examples.features, -1) {}
+  explicit ParentRows(const SparseRowsView& examples)
+      : examples_(examples), place_(examples.features, -1) {}
 
   void gather(const int32_t* rows, int64_t count, float bias) {
     rows_ = rows;
@@ -120,10 +127,11 @@ class ParentRows {
 
   int64_t count() const { return count_; }
   int64_t columns() const { return int64_t(feature_.size()); }
-  /// What a column was called in the examples.
+  /// Returns the feature id of a column.
   int32_t feature(int64_t column) const { return feature_[column]; }
 
-  /// Calls found(place among the rows, position in the list) for those of a rising list that are here.
+  /// Calls found(position among the rows, position in the list) for each element of an increasing
+  /// list that is one of the rows.
   template <typename Found>
   void match(const int32_t* list, int64_t size, const Found& found) const {
     const int32_t *at = rows_, *end = rows_ + count_;
@@ -154,14 +162,17 @@ class ParentRows {
   std::vector<float> value_, square_;
 };
 
-/// What one thread needs to train groups of siblings.
+/// Trains groups of siblings on one thread.
 class GroupTrainer {
  public:
-  GroupTrainer(const LinearTraining& training, const RowLists& labels, const float* costs, const InitialLayer* initial, const LongWork& work)
+  GroupTrainer(const LinearTraining& training, const RowLists& labels, const float* costs,
+               const InitialLayer* initial, const LongWork& work)
       : training_(training), labels_(labels), costs_(costs), initial_(initial), work_(work) {}
 
-  /// The labels first .. first + count - 1, which are the children from `child` on of a parent; their weights, column after column.
-  void train(const ParentRows& rows, int64_t parent, int64_t first, int64_t child, int64_t count, std::vector<Weight>& weights, Stats& stats) {
+  /// Trains the labels first .. first + count - 1, which are the children of `parent` from `child`
+  /// on, and appends their weights, column by column.
+  void train(const ParentRows& rows, int64_t parent, int64_t first, int64_t child, int64_t count,
+             std::vector<Weight>& weights, Stats& stats) {
     const int64_t lanes = sibling_lanes(count), n = rows.count(), columns = rows.columns();
     SiblingProblem problem{};
     rows.fill(problem);
@@ -190,7 +201,9 @@ class GroupTrainer {
     const SiblingSolverTable& solver = sibling_solver();
     weight_.assign(columns * lanes, 0.0f);
     problem.warm = initial_ != nullptr && begin_from(rows, parent, child, count);
-    problem.stopped = [](const void* work) { return static_cast<const LongWork*>(work)->stopped(); };
+    problem.stopped = [](const void* work) {
+      return static_cast<const LongWork*>(work)->stopped();
+    };
     problem.work = &work_;
     state_.resize(n * lanes);
     order_.resize(n);
@@ -202,9 +215,10 @@ class GroupTrainer {
   }
 
  private:
-  void keep(int64_t columns, int64_t lanes, int64_t count, int64_t child, std::vector<Weight>& weights, Stats& stats) {
+  void keep(int64_t columns, int64_t lanes, int64_t count, int64_t child,
+            std::vector<Weight>& weights, Stats& stats) {
     float least[kSiblingLanes];
-    int64_t equals[kSiblingLanes]; // how many of that size may stay
+    int64_t equals[kSiblingLanes]; // how many weights of size `least` may stay
     for (int64_t c = 0; c < count; ++c) {
       equals[c] = columns;
       least[c] = std::max(training_.threshold, std::numeric_limits<float>::min());
@@ -213,7 +227,8 @@ class GroupTrainer {
         for (int64_t j = 0; j < columns; ++j) {
           size_[j] = std::abs(weight_[j * lanes + c]);
         }
-        std::nth_element(size_.begin(), size_.begin() + training_.max_weights - 1, size_.end(), std::greater<>());
+        std::nth_element(size_.begin(), size_.begin() + training_.max_weights - 1, size_.end(),
+                         std::greater<>());
         const float last = size_[training_.max_weights - 1];
         if (last >= least[c]) {
           least[c] = last;
@@ -233,7 +248,7 @@ class GroupTrainer {
     }
   }
 
-  // Whether there are any weights to begin from.
+  // Loads the initial weights and returns whether there are any.
   bool begin_from(const ParentRows& rows, int64_t parent, int64_t child, int64_t count) {
     const LinearLayerView& view = initial_->view;
     const int64_t lanes = sibling_lanes(count);
@@ -271,7 +286,7 @@ struct Chunk {
   std::vector<float> value;
 };
 
-/// Groups of siblings, each column after column, as one.
+/// Merges groups of siblings, each in the order of columns, into one chunk.
 Chunk merge(const std::vector<std::vector<Weight>>& groups, const ParentRows& rows) {
   Chunk chunk;
   std::vector<size_t> at(groups.size(), 0);
@@ -297,15 +312,18 @@ Chunk merge(const std::vector<std::vector<Weight>>& groups, const ParentRows& ro
   return chunk;
 }
 
-/// The groups of a parent's children as tasks: one for all of them, or, where there are few parents, one each.
+/// The groups of a parent's children to train: all of them in one task, or, if there are few
+/// parents, one per task.
 struct Task { int64_t parent, first_group, last_group; };
 
 class LayerTrainer {
  public:
-  LayerTrainer(const SparseRowsView& examples, const int64_t* first_child, const RowLists& parents, const RowLists& labels, const float* costs,
-               const LinearTraining& training, const InitialLayer* initial)
-      : examples_(examples), first_child_(first_child), parents_(parents), labels_(labels), costs_(costs), training_(training), initial_(initial),
-        work_(kOp, total_work()), group_(trained()), chunks_(trained()), left_(trained()) {}
+  LayerTrainer(const SparseRowsView& examples, const int64_t* first_child, const RowLists& parents,
+               const RowLists& labels, const float* costs, const LinearTraining& training,
+               const InitialLayer* initial)
+      : examples_(examples), first_child_(first_child), parents_(parents), labels_(labels),
+        costs_(costs), training_(training), initial_(initial), work_(kOp, total_work()),
+        group_(trained()), chunks_(trained()), left_(trained()) {}
 
   std::vector<Chunk> train(Stats& stats) {
     const int64_t threads = at::get_num_threads();
@@ -319,8 +337,9 @@ class LayerTrainer {
         tasks.push_back({p, g, apart ? g + 1 : groups});
       }
     }
-    // What takes long goes first; whoever is free takes the next.
-    std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return work(a) > work(b); });
+    // Longest tasks first; each idle thread takes the next one.
+    std::stable_sort(tasks.begin(), tasks.end(),
+                     [&](const Task& a, const Task& b) { return work(a) > work(b); });
     std::atomic<size_t> next = 0;
     std::mutex adding;
     at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
@@ -340,7 +359,7 @@ class LayerTrainer {
 
  private:
   int64_t trained() const { return training_.last_parent - training_.first_parent; }
-  /// Among those that are trained.
+  /// Returns the index of a parent among those that are trained.
   int64_t place(int64_t parent) const { return parent - training_.first_parent; }
   int64_t children(int64_t parent) const { return first_child_[parent + 1] - first_child_[parent]; }
   int64_t total_work() const {
@@ -350,9 +369,12 @@ class LayerTrainer {
     }
     return total;
   }
-  int64_t work(const Task& task) const { return parents_.size(task.parent) * (task.last_group - task.first_group); }
+  int64_t work(const Task& task) const {
+    return parents_.size(task.parent) * (task.last_group - task.first_group);
+  }
 
-  void run(const Task& task, ParentRows& rows, int64_t& gathered_parent, GroupTrainer& trainer, Stats& stats) {
+  void run(const Task& task, ParentRows& rows, int64_t& gathered_parent, GroupTrainer& trainer,
+           Stats& stats) {
     const int64_t p = task.parent;
     if (gathered_parent != p) {
       rows.gather(parents_.row + parents_.offset[p], parents_.size(p), training_.bias);
@@ -365,7 +387,7 @@ class LayerTrainer {
       work_.add(parents_.size(p) * count);
     }
     const int64_t done = task.last_group - task.first_group;
-    if (left_[place(p)].fetch_sub(done) == done) { // the last of its groups
+    if (left_[place(p)].fetch_sub(done) == done) { // the last groups of this parent
       chunks_[place(p)] = merge(group_[place(p)], rows);
       group_[place(p)] = {};
     }
@@ -383,7 +405,7 @@ class LayerTrainer {
   std::vector<std::atomic<int64_t>> left_;
 };
 
-/// The chunks one after the other. Narrow: a byte for the children and their number.
+/// Concatenates the chunks. Narrow: the dtype of `child` and `more`.
 template <typename Narrow>
 LinearLayer lay_out(const std::vector<Chunk>& chunks, const Stats& stats) {
   const int64_t parents = int64_t(chunks.size());
@@ -397,24 +419,37 @@ LinearLayer lay_out(const std::vector<Chunk>& chunks, const Stats& stats) {
     first_entry[p + 1] = first_entry[p] + int64_t(chunks[p].value.size());
   }
   const auto narrow = ints.dtype(c10::CppTypeToScalarType<Narrow>());
-  const Tensor feature = at::empty({begin[parents]}, ints), more = at::empty({begin[parents]}, narrow);
-  const Tensor child = at::empty({first_entry[parents]}, narrow), value = at::empty({first_entry[parents]}, ints.dtype(at::kFloat));
+  const Tensor feature = at::empty({begin[parents]}, ints),
+               more = at::empty({begin[parents]}, narrow);
+  const Tensor child = at::empty({first_entry[parents]}, narrow),
+               value = at::empty({first_entry[parents]}, ints.dtype(at::kFloat));
   at::parallel_for(0, parents, 1, [&](int64_t first, int64_t last) {
     for (int64_t p = first; p < last; ++p) {
       const Chunk& from = chunks[p];
-      std::copy(from.feature.begin(), from.feature.end(), feature.mutable_data_ptr<int32_t>() + begin[p]);
+      std::copy(from.feature.begin(), from.feature.end(),
+                feature.mutable_data_ptr<int32_t>() + begin[p]);
       std::copy(from.more.begin(), from.more.end(), more.mutable_data_ptr<Narrow>() + begin[p]);
-      std::copy(from.child.begin(), from.child.end(), child.mutable_data_ptr<Narrow>() + first_entry[p]);
-      std::copy(from.value.begin(), from.value.end(), value.mutable_data_ptr<float>() + first_entry[p]);
+      std::copy(from.child.begin(), from.child.end(),
+                child.mutable_data_ptr<Narrow>() + first_entry[p]);
+      std::copy(from.value.begin(), from.value.end(),
+                value.mutable_data_ptr<float>() + first_entry[p]);
     }
   });
-  return {chunk, feature, more, child, value, at::tensor({double(stats.sweeps), double(stats.unconverged), double(stats.weights)}, at::kDouble)};
+  return {chunk,
+          feature,
+          more,
+          child,
+          value,
+          at::tensor({double(stats.sweeps), double(stats.unconverged), double(stats.weights)},
+                     at::kDouble)};
 }
 
 } // namespace
 
-LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const Tensor& first_child, at::TensorList parents, at::TensorList labels,
-                               const OptionalTensor& label_costs, at::TensorList initial, std::string_view options) {
+LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const Tensor& first_child,
+                               at::TensorList parents, at::TensorList labels,
+                               const OptionalTensor& label_costs, at::TensorList initial,
+                               std::string_view options) {
   const LinearLayerInput input(rows, features, first_child, parents, labels, label_costs);
   const LinearTraining training = linear_training(options, input.parents().count);
   check_lengths(input.examples(), training.bias);
@@ -423,21 +458,25 @@ LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const Tens
   std::optional<InitialLayer> begin;
   if (!initial.empty()) {
     initial_parts = contiguous_parts("initial", initial, kLinearLayerParts, "the parts of a layer");
-    TORCH_CHECK_VALUE(initial_parts[0].equal(input.first_child_tensor()), kOp,
-                      ": expected initial as the parts of a layer with this first_child, got another one");
+    TORCH_CHECK_VALUE(
+        initial_parts[0].equal(input.first_child_tensor()), kOp,
+        ": expected initial as the parts of a layer with this first_child, got another one");
     begin.emplace(linear_layer_view(kOp, input.parents().count, features, initial_parts));
   }
 
   Stats stats;
   const RowLists of_parents = input.parents(), of_labels = input.labels();
-  LayerTrainer trainer(input.examples(), input.first_child().data(), of_parents, of_labels, input.costs(), training, begin.has_value() ? &*begin : nullptr);
+  LayerTrainer trainer(input.examples(), input.first_child().data(), of_parents, of_labels,
+                       input.costs(), training, begin.has_value() ? &*begin : nullptr);
   const std::vector<Chunk> chunks = trainer.train(stats);
-  return input.most_children() > kMostNarrowChildren ? lay_out<int32_t>(chunks, stats) : lay_out<uint8_t>(chunks, stats);
+  return input.most_children() > kMaxByteChildren ? lay_out<int32_t>(chunks, stats)
+                                                  : lay_out<uint8_t>(chunks, stats);
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+XSOFTMAX_OPERATORS(m) {
   m.def(
-      "linear_layer_train(Tensor[] rows, int features, Tensor first_child, Tensor[] parents, Tensor[] labels, Tensor? label_costs, "
+      "linear_layer_train(Tensor[] rows, int features, Tensor first_child, Tensor[] parents, "
+      "Tensor[] labels, Tensor? label_costs, "
       "Tensor[] initial, str options=\"\") -> "
       "(Tensor chunk, Tensor feature, Tensor more, Tensor child, Tensor value, Tensor stats)");
 }

@@ -1,6 +1,7 @@
+#include "op/operators.h"
 #include "xsoftmax/matcher.h"
 
-#include "core/regular_file.h"
+#include "table/files/regular_file.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -26,12 +27,12 @@ using at::Tensor;
 
 struct Header { int64_t examples, features, labels; };
 
-/// What a range of lines holds.
+/// The contents of a range of lines.
 struct Part {
-  std::vector<int64_t> feature_ends, label_ends; // of each line
+  std::vector<int64_t> feature_ends, label_ends; // one per line
   std::vector<int32_t> features, labels;
   std::vector<float> values;
-  int64_t bad_line = -1; // counted from 0; the first one
+  int64_t bad_line = -1; // the first bad one, counted from 0
   std::string problem;
 };
 
@@ -63,7 +64,7 @@ class LineReader {
  public:
   LineReader(const Header& header, Part& part) : header_(header), part_(part) {}
 
-  /// False, and `problem` set, where a line is bad.
+  /// Returns false and sets `problem` if the line is invalid.
   bool read(std::string_view line) {
     while (!line.empty() && blank(line.back())) {
       line.remove_suffix(1);
@@ -97,7 +98,8 @@ class LineReader {
       text.remove_prefix(std::min(end + 1, text.size()));
     }
     std::sort(part_.labels.begin() + int64_t(begin), part_.labels.end());
-    const auto twice = std::adjacent_find(part_.labels.begin() + int64_t(begin), part_.labels.end());
+    const auto twice =
+        std::adjacent_find(part_.labels.begin() + int64_t(begin), part_.labels.end());
     if (twice != part_.labels.end()) {
       return bad("different labels", std::to_string(*twice));
     }
@@ -114,7 +116,8 @@ class LineReader {
       if (text.empty()) {
         break;
       }
-      const std::string_view pair = text.substr(0, std::min(text.find_first_of(" \t"), text.size()));
+      const std::string_view pair =
+          text.substr(0, std::min(text.find_first_of(" \t"), text.size()));
       const size_t colon = pair.find(':');
       int64_t feature;
       if (colon == std::string_view::npos || !whole_number(pair.substr(0, colon), feature)) {
@@ -128,7 +131,7 @@ class LineReader {
       }
       std::string_view number = pair.substr(colon + 1);
       number.remove_prefix(number.size() > 1 && number[0] == '+' && number[1] != '-');
-      double wide = 0; // what is too small for a float becomes 0
+      double wide = 0; // numbers too small for a float become 0
       const bool whole = whole_number(number, wide);
       const float value = float(wide);
       if (!whole || !std::isfinite(value)) {
@@ -156,7 +159,7 @@ std::string whole_file(const std::string& path) {
   for (size_t done = 0; done < text.size();) {
     const ssize_t count = ::read(file.number(), text.data() + done, text.size() - done);
     TORCH_CHECK(count >= 0 || errno == EINTR, kOp, ": cannot read ", path, ": ", system_error());
-    if (count == 0) { // it was cut meanwhile
+    if (count == 0) { // the file was truncated meanwhile
       text.resize(done);
     }
     done += size_t(std::max<ssize_t>(count, 0));
@@ -176,8 +179,11 @@ Header read_header(const std::string& path, std::string_view line) {
     at = end + 1;
   }
   constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
-  sound = sound && numbers.size() == 3 && std::all_of(numbers.begin(), numbers.end(), [](int64_t n) { return n >= 0 && n < kLimit; });
-  TORCH_CHECK_VALUE(sound, path, ":1: expected a header with the numbers of examples, features and labels, got ", quoted(line));
+  sound = sound && numbers.size() == 3 &&
+      std::all_of(numbers.begin(), numbers.end(), [](int64_t n) { return n >= 0 && n < kLimit; });
+  TORCH_CHECK_VALUE(sound, path,
+                    ":1: expected a header with the numbers of examples, features and labels, got ",
+                    quoted(line));
   return {numbers[0], numbers[1], numbers[2]};
 }
 
@@ -217,7 +223,8 @@ Tensor joined_offsets(const std::vector<Part>& parts, std::vector<int64_t> Part:
   int64_t *to = all.mutable_data_ptr<int64_t>(), before = 0;
   *to++ = 0;
   for (const Part& part : parts) {
-    to = std::transform((part.*field).begin(), (part.*field).end(), to, [before](int64_t end) { return before + end; });
+    to = std::transform((part.*field).begin(), (part.*field).end(), to,
+                        [before](int64_t end) { return before + end; });
     before = to[-1];
   }
   return all;
@@ -229,7 +236,8 @@ Examples read_examples(const std::string& path) {
   const std::string whole = whole_file(path);
   const size_t first_end = std::min(whole.find('\n'), whole.size());
   const Header header = read_header(path, std::string_view(whole).substr(0, first_end));
-  const std::string_view text = std::string_view(whole).substr(std::min(first_end + 1, whole.size()));
+  const std::string_view text =
+      std::string_view(whole).substr(std::min(first_end + 1, whole.size()));
 
   constexpr size_t kPart = size_t(1) << 20;
   std::vector<std::string_view> pieces;
@@ -250,7 +258,8 @@ Examples read_examples(const std::string& path) {
     TORCH_CHECK_VALUE(part.bad_line < 0, path, ":", line + part.bad_line, ": ", part.problem);
     line += int64_t(part.label_ends.size());
   }
-  TORCH_CHECK_VALUE(line - 2 == header.examples, path, ":", line - 1, ": expected ", header.examples, " examples, as the header says, got ", line - 2);
+  TORCH_CHECK_VALUE(line - 2 == header.examples, path, ":", line - 1, ": expected ",
+                    header.examples, " examples, as the header says, got ", line - 2);
   return {joined_offsets(parts, &Part::feature_ends),
           joined<int32_t>(parts, &Part::features, at::kInt),
           joined<float>(parts, &Part::values, at::kFloat),
@@ -260,13 +269,16 @@ Examples read_examples(const std::string& path) {
           header.labels};
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+XSOFTMAX_OPERATORS(m) {
   m.def(
-      "read_examples(str path) -> (Tensor offsets, Tensor features, Tensor values, Tensor label_offsets, Tensor labels, int num_features, "
+      "read_examples(str path) -> (Tensor offsets, Tensor features, Tensor values, Tensor "
+      "label_offsets, Tensor labels, int num_features, "
       "int num_labels)",
       [](const std::string& path) {
-        auto [offsets, features, values, label_offsets, labels, num_features, num_labels] = read_examples(path);
-        return std::make_tuple(offsets, features, values, label_offsets, labels, num_features, num_labels);
+        auto [offsets, features, values, label_offsets, labels, num_features, num_labels] =
+            read_examples(path);
+        return std::make_tuple(offsets, features, values, label_offsets, labels, num_features,
+                               num_labels);
       });
 }
 

@@ -1,15 +1,18 @@
 #include "matcher/score_rows.h"
 
-#include "core/simd.h"
+#include "cpu/simd.h"
 
 namespace xsoftmax::XS_ISA {
 namespace {
 
 static inline float combined(float parent, float z, ScoreCombiner combiner) {
-  return combiner == ScoreCombiner::Multiply ? parent * z : combiner == ScoreCombiner::Add ? parent + z : z;
+  return combiner == ScoreCombiner::Multiply ? parent * z
+      : combiner == ScoreCombiner::Add       ? parent + z
+                                             : z;
 }
 
-/// log(1 + x) for x in [0, 1]: 2 atanh(s) with s = x / (2 + x) in [0, 1/3], by its series.
+/// Returns log(1 + x) for x in [0, 1] as 2 atanh(s) with s = x / (2 + x) in [0, 1/3], by its
+/// series.
 static inline float log1p_of_part(float x) {
   const float s = x / (2.0f + x), t = s * s;
   float p = 2.0f / 15.0f;
@@ -23,7 +26,7 @@ static inline float log1p_of_part(float x) {
   return s * p;
 }
 
-/// log(e^a + e^b); -inf adds nothing.
+/// Returns log(e^a + e^b); one of them may be -inf.
 static inline float log_sum(float a, float b) {
   const float larger = a > b ? a : b, smaller = a > b ? b : a;
   return larger + log1p_of_part(exponential(smaller - larger));
@@ -70,14 +73,20 @@ void combine_all(float* z, int64_t n, float parent, int power, ScoreCombiner com
   }
 }
 
-void combine(float* z, int64_t n, float parent, ScoreTransform transform, int power, ScoreCombiner combiner) {
+void combine(float* z, int64_t n, float parent, ScoreTransform transform, int power,
+             ScoreCombiner combiner) {
   switch (transform) {
-    case ScoreTransform::Identity: return combine_all<ScoreTransform::Identity>(z, n, parent, power, combiner);
-    case ScoreTransform::Sigmoid: return combine_all<ScoreTransform::Sigmoid>(z, n, parent, power, combiner);
-    case ScoreTransform::Hinge: return combine_all<ScoreTransform::Hinge>(z, n, parent, power, combiner);
-    case ScoreTransform::LogSigmoid: return combine_all<ScoreTransform::LogSigmoid>(z, n, parent, power, combiner);
+    case ScoreTransform::Identity:
+      return combine_all<ScoreTransform::Identity>(z, n, parent, power, combiner);
+    case ScoreTransform::Sigmoid:
+      return combine_all<ScoreTransform::Sigmoid>(z, n, parent, power, combiner);
+    case ScoreTransform::Hinge:
+      return combine_all<ScoreTransform::Hinge>(z, n, parent, power, combiner);
+    case ScoreTransform::LogSigmoid:
+      return combine_all<ScoreTransform::LogSigmoid>(z, n, parent, power, combiner);
     case ScoreTransform::LogHinge:
-      return power == 3 ? combine_all<ScoreTransform::LogHinge>(z, n, parent, 3, combiner) // the usual one, unrolled
+      // The usual power, unrolled.
+      return power == 3 ? combine_all<ScoreTransform::LogHinge>(z, n, parent, 3, combiner)
                         : combine_all<ScoreTransform::LogHinge>(z, n, parent, power, combiner);
   }
 }

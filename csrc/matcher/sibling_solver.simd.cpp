@@ -1,16 +1,16 @@
 #include "matcher/sibling_solver.h"
 
-#include "core/simd.h"
+#include "cpu/simd.h"
 
 namespace xsoftmax::XS_ISA {
 namespace {
 
 constexpr float kInfinity = __builtin_inff();
-constexpr float kLogit = 18.0f; // e^-18 of a cost is no more than float32 tells from none
+constexpr float kLogit = 18.0f; // a cost times e^-18 is below float32 resolution
 
 constexpr int kRegister = kRegisterBytes / sizeof(float);
 
-// Vectors of the compiler, as wide as a register at most.
+// Vectors of the compiler, at most as wide as a register.
 template <int kWidth> struct Registers;
 template <> struct Registers<4> {
   typedef float Floats __attribute__((vector_size(16)));
@@ -39,7 +39,7 @@ static inline R by_parts(const F& part) {
   return result;
 }
 
-// A mask of labels: all bits of a lane set, or none.
+// A mask of labels: all bits of a lane are set, or none.
 template <int kLanes>
 struct Mask {
   static constexpr int kParts = kLanes / width_of(kLanes);
@@ -56,7 +56,7 @@ struct Mask {
   }
 };
 
-// One number of each label.
+// One number per label.
 template <int kLanes>
 struct Float {
   static constexpr int kParts = Mask<kLanes>::kParts;
@@ -64,7 +64,7 @@ struct Float {
   Part part[kParts] = {};
 
   Float() = default;
-  Float(float of_all) { // implicit: numbers stand in expressions of vectors
+  Float(float of_all) { // implicit, so that numbers can be used in vector expressions
     for (Part& each : part) {
       each = of_all - Part{};
     }
@@ -103,7 +103,7 @@ struct Float {
   friend inline Float larger(const Float& a, const Float& b) { return choose(a > b, a, b); }
 };
 
-// Register by register: a copy of more goes through memory.
+// Copies one register at a time, because larger copies go through memory.
 template <typename T>
 static inline T read(const float* from) {
   return by_parts<T>([&](int i) {
@@ -116,7 +116,8 @@ static inline T read(const float* from) {
 template <typename T>
 static inline void write(float* to, const T& value) {
   for (int i = 0; i < T::kParts; ++i) {
-    __builtin_memcpy(to + i * (sizeof(value.part[i]) / sizeof(float)), &value.part[i], sizeof(value.part[i]));
+    __builtin_memcpy(to + i * (sizeof(value.part[i]) / sizeof(float)), &value.part[i],
+                     sizeof(value.part[i]));
   }
 }
 
@@ -134,7 +135,7 @@ static inline bool any(const Mask<kLanes>& mask) {
   return bits != 0;
 }
 
-// Lane c: bit c.
+// Returns the mask in which lane c is set if bit c is.
 template <int kLanes>
 static inline Mask<kLanes> lanes_of(uint32_t bits) {
   constexpr int kWidth = width_of(kLanes);
@@ -147,7 +148,7 @@ static inline Mask<kLanes> lanes_of(uint32_t bits) {
   });
 }
 
-// Small, fast, and enough for an order of rows: xorshift64 (Marsaglia, 2003).
+// xorshift64 (Marsaglia, 2003): small, fast, and good enough to shuffle rows.
 static inline uint64_t next(uint64_t& state) {
   state ^= state << 13;
   state ^= state >> 7;
@@ -163,11 +164,12 @@ static inline void exchange(int32_t* order, int64_t i, int64_t j) {
 
 void shuffle(int32_t* order, int64_t n, uint64_t& random) {
   for (int64_t i = 0; i < n; ++i) {
-    exchange(order, i, i + int64_t((static_cast<unsigned __int128>(next(random)) * uint64_t(n - i)) >> 64));
+    exchange(order, i,
+             i + int64_t((static_cast<unsigned __int128>(next(random)) * uint64_t(n - i)) >> 64));
   }
 }
 
-// w.x of every label: two sums, so that one addition need not wait for another.
+// Returns w.x for every label. Two sums, so that consecutive additions do not depend on each other.
 template <int kLanes>
 static inline Float<kLanes> products(const SiblingProblem& p, int64_t row, const float* weights) {
   using F = Float<kLanes>;
@@ -185,7 +187,8 @@ static inline Float<kLanes> products(const SiblingProblem& p, int64_t row, const
 }
 
 template <int kLanes>
-static inline void add_row(const SiblingProblem& p, int64_t row, Float<kLanes> step, float* weights) {
+static inline void add_row(const SiblingProblem& p, int64_t row, Float<kLanes> step,
+                           float* weights) {
   for (int64_t t = p.start[row]; t < p.start[row + 1]; ++t) {
     float* w = weights + int64_t(p.column[t]) * kLanes;
     write(w, read<Float<kLanes>>(w) + p.value[t] * step);
@@ -195,7 +198,8 @@ static inline void add_row(const SiblingProblem& p, int64_t row, Float<kLanes> s
 template <int kLanes>
 static inline Float<kLanes> costs(const SiblingProblem& p, int64_t row, Mask<kLanes> positive) {
   using F = Float<kLanes>;
-  return p.cost != nullptr ? read<F>(p.cost + row * kLanes) : choose(positive, F(p.positive_cost), F(p.negative_cost));
+  return p.cost != nullptr ? read<F>(p.cost + row * kLanes)
+                           : choose(positive, F(p.positive_cost), F(p.negative_cost));
 }
 
 template <int kLanes>
@@ -209,12 +213,15 @@ static inline Float<kLanes> logistic_weight(Float<kLanes> logit, Float<kLanes> c
   return cost / (1.0f + read<Float<kLanes>>(e));
 }
 
-// The logit u at which square (C s(u) - a) + margin + u = 0, s the sigmoid: Newton's steps, halving the bracket where one leaves it.
+// Returns the logit u at which square (C s(u) - a) + margin + u = 0, where s is the sigmoid. Uses
+// Newton steps, and bisection if a step leaves the bracket.
 template <int kLanes>
-static inline Float<kLanes> logistic_logit(Float<kLanes> logit, Float<kLanes> a, Float<kLanes> margin, float square, Float<kLanes> cost) {
+static inline Float<kLanes> logistic_logit(Float<kLanes> logit, Float<kLanes> a,
+                                           Float<kLanes> margin, float square, Float<kLanes> cost) {
   using F = Float<kLanes>;
   const auto clamped = [](F x) { return smaller(larger(x, -kLogit), kLogit); };
-  F low = clamped(-margin - square * (cost - a)), high = clamped(-margin + square * a), u = smaller(larger(logit, low), high);
+  F low = clamped(-margin - square * (cost - a)), high = clamped(-margin + square * a),
+    u = smaller(larger(logit, low), high);
   for (int step = 0; step < 8; ++step) {
     const F z = logistic_weight<kLanes>(u, cost), value = square * (z - a) + margin + u;
     low = choose(value < 0.0f, u, low);
@@ -225,49 +232,59 @@ static inline Float<kLanes> logistic_logit(Float<kLanes> logit, Float<kLanes> a,
   return u;
 }
 
-/// What one row does to the labels at work.
+/// The effect of one row on the labels in training.
 template <int kLanes>
 struct Visit {
   Float<kLanes> violation; ///< the projected gradient
-  Float<kLanes> state;     ///< after it
+  Float<kLanes> state;     ///< the new state
   Float<kLanes> change;    ///< of the dual variable
-  Mask<kLanes> out;        ///< the row may be left out
+  Mask<kLanes> out;        ///< the labels for which the row can be left out
 };
 
 template <int kLanes, LinearLoss kLoss>
-static inline Visit<kLanes> visit(Float<kLanes> state, Float<kLanes> margin, Float<kLanes> cost, float square, Mask<kLanes> work, Float<kLanes> above,
+static inline Visit<kLanes> visit(Float<kLanes> state, Float<kLanes> margin, Float<kLanes> cost,
+                                  float square, Mask<kLanes> work, Float<kLanes> above,
                                   Float<kLanes> below) {
   using F = Float<kLanes>;
   const Mask<kLanes> costly = cost > 0.0f;
   if constexpr (kLoss == LinearLoss::Logistic) {
     const F before = logistic_weight<kLanes>(state, cost);
-    const F after = choose(work & costly, logistic_logit<kLanes>(state, before, margin, square, cost), state);
-    const F gradient = margin + state; // beyond +-kLogit, where the dual variable is at its bound, a margin owes nothing
-    const F violation = choose(state <= -kLogit, smaller(gradient, 0.0f), choose(state >= kLogit, larger(gradient, 0.0f), gradient));
-    return {choose(costly, violation, 0.0f), after, logistic_weight<kLanes>(after, cost) - before, {}};
+    const F after =
+        choose(work & costly, logistic_logit<kLanes>(state, before, margin, square, cost), state);
+    // At +-kLogit the dual variable is at its bound: only gradients that point inwards count.
+    const F gradient = margin + state;
+    const F violation = choose(state <= -kLogit, smaller(gradient, 0.0f),
+                               choose(state >= kLogit, larger(gradient, 0.0f), gradient));
+    return {
+        choose(costly, violation, 0.0f), after, logistic_weight<kLanes>(after, cost) - before, {}};
   } else {
     constexpr bool kSquared = kLoss == LinearLoss::SquaredHinge;
     const F ridge = kSquared ? 0.5f / cost : F{}, limit = kSquared ? F(kInfinity) : cost;
     const F gradient = margin - 1.0f + (kSquared ? ridge * state : F{});
     const Mask<kLanes> low = state <= 0.0f, high = state >= limit;
-    const F violation = choose(low, smaller(gradient, 0.0f), choose(high, larger(gradient, 0.0f), gradient));
+    const F violation =
+        choose(low, smaller(gradient, 0.0f), choose(high, larger(gradient, 0.0f), gradient));
     const F whole = square + ridge;
-    const F free = choose(whole > 0.0f, state - gradient / whole, choose(gradient < 0.0f, limit, 0.0f));
+    const F free =
+        choose(whole > 0.0f, state - gradient / whole, choose(gradient < 0.0f, limit, 0.0f));
     const F after = choose(work & costly, smaller(larger(free, 0.0f), limit), state);
-    return {choose(costly, violation, 0.0f), after, after - state, (low & (gradient > above)) | (high & (gradient < below)) | ~costly};
+    return {choose(costly, violation, 0.0f), after, after - state,
+            (low & (gradient > above)) | (high & (gradient < below)) | ~costly};
   }
 }
 
-// The state in which the dual variable is 0.
-template <LinearLoss kLoss> constexpr float kInitialState = kLoss == LinearLoss::Logistic ? -kLogit : 0.0f;
+// The state for a dual variable of 0.
+template <LinearLoss kLoss> constexpr float kInitialState =
+    kLoss == LinearLoss::Logistic ? -kLogit : 0.0f;
 
-// The dual variables that belong to given weights, and their weights.
+// Computes the dual variables that belong to given weights, then the weights that belong to those.
 template <int kLanes, LinearLoss kLoss>
 void warm_up(const SiblingProblem& p, float* weights, float* state) {
   using F = Float<kLanes>;
   for (int64_t row = 0; row < p.rows; ++row) {
     const Mask<kLanes> positive = lanes_of<kLanes>(p.positive[row]);
-    const F margin = choose(positive, F(1.0f), F(-1.0f)) * products<kLanes>(p, row, weights), cost = costs<kLanes>(p, row, positive);
+    const F margin = choose(positive, F(1.0f), F(-1.0f)) * products<kLanes>(p, row, weights),
+            cost = costs<kLanes>(p, row, positive);
     F begin;
     if constexpr (kLoss == LinearLoss::Logistic) {
       begin = smaller(larger(-margin, -kLogit), kLogit);
@@ -290,7 +307,8 @@ void warm_up(const SiblingProblem& p, float* weights, float* state) {
 }
 
 template <int kLanes, LinearLoss kLoss>
-void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, SiblingStats* stats) {
+void run(const SiblingProblem& p, float* weights, float* state, int32_t* order,
+         SiblingStats* stats) {
   using F = Float<kLanes>;
   uint64_t random = p.seed * 0x9E3779B97F4A7C15u | 1u;
   int64_t active = p.rows;
@@ -304,7 +322,8 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
       state[i] = kInitialState<kLoss>;
     }
   }
-  F above = kInfinity, below = -kInfinity; // of the gradient, beyond which a row at a bound is left out
+  // Gradients beyond which a row at a bound is left out.
+  F above = kInfinity, below = -kInfinity;
   Mask<kLanes> work = lanes_of<kLanes>((1u << p.labels) - 1);
   stats->sweeps = 0;
   while (stats->sweeps < p.sweeps && any(work) && !p.stopped(p.work)) {
@@ -315,8 +334,9 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
       const int64_t row = order[at];
       const Mask<kLanes> positive = lanes_of<kLanes>(p.positive[row]);
       const F y = choose(positive, F(1.0f), F(-1.0f));
-      const Visit<kLanes> now = visit<kLanes, kLoss>(read<F>(state + row * kLanes), y * products<kLanes>(p, row, weights), costs<kLanes>(p, row, positive),
-                                                     p.square[row], work, above, below);
+      const Visit<kLanes> now =
+          visit<kLanes, kLoss>(read<F>(state + row * kLanes), y * products<kLanes>(p, row, weights),
+                               costs<kLanes>(p, row, positive), p.square[row], work, above, below);
       largest = choose(work, larger(largest, now.violation), largest);
       smallest = choose(work, smaller(smallest, now.violation), smallest);
       if (any(now.change != 0.0f)) {
@@ -327,13 +347,15 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
         exchange(order, at--, --active);
       }
     }
-    // The largest violation, too: at an optimum the gradients are 0, not only alike.
-    const F worst = larger(largest, -smallest), range = kLoss == LinearLoss::Logistic ? worst : larger(largest - smallest, worst);
+    // Includes the largest violation, because at an optimum the gradients are 0, not only equal.
+    const F worst = larger(largest, -smallest),
+            range = kLoss == LinearLoss::Logistic ? worst : larger(largest - smallest, worst);
     const Mask<kLanes> open = work & ~(range <= p.tolerance);
     above = choose(largest > 0.0f, largest, kInfinity);
     below = choose(smallest < 0.0f, smallest, -kInfinity);
     work = active == p.rows ? open : work;
-    if (!any(open)) { // as far as the rows at hand tell: all of them once more
+    // The active rows have converged: check all rows once more.
+    if (!any(open)) {
       active = p.rows;
       above = kInfinity;
       below = -kInfinity;
@@ -346,15 +368,19 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
 }
 
 template <int kLanes>
-void run_loss(const SiblingProblem& p, float* weights, float* state, int32_t* order, SiblingStats* stats) {
+void run_loss(const SiblingProblem& p, float* weights, float* state, int32_t* order,
+              SiblingStats* stats) {
   switch (p.loss) {
-    case LinearLoss::SquaredHinge: return run<kLanes, LinearLoss::SquaredHinge>(p, weights, state, order, stats);
+    case LinearLoss::SquaredHinge:
+      return run<kLanes, LinearLoss::SquaredHinge>(p, weights, state, order, stats);
     case LinearLoss::Hinge: return run<kLanes, LinearLoss::Hinge>(p, weights, state, order, stats);
-    case LinearLoss::Logistic: return run<kLanes, LinearLoss::Logistic>(p, weights, state, order, stats);
+    case LinearLoss::Logistic:
+      return run<kLanes, LinearLoss::Logistic>(p, weights, state, order, stats);
   }
 }
 
-void solve(const SiblingProblem& p, float* weights, float* state, int32_t* order, SiblingStats* stats) {
+void solve(const SiblingProblem& p, float* weights, float* state, int32_t* order,
+           SiblingStats* stats) {
   switch (sibling_lanes(p.labels)) {
     case 4: return run_loss<4>(p, weights, state, order, stats);
     case 8: return run_loss<8>(p, weights, state, order, stats);

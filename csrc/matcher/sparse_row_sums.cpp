@@ -1,7 +1,8 @@
 #include "matcher/sparse_row_sums.h"
 
-#include "core/long_work.h"
-#include "core/sparse_rows.h"
+#include "op/long_work.h"
+#include "op/operators.h"
+#include "table/sparse_rows.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -22,7 +23,7 @@ using at::Tensor;
 constexpr const char* kOp = "sparse_row_sums";
 constexpr int64_t kListsAtOnce = 64;
 
-/// Sums of some lists, one after the other.
+/// The sums of consecutive lists, concatenated.
 struct Sums {
   std::vector<int32_t> column;
   std::vector<float> value;
@@ -30,7 +31,8 @@ struct Sums {
 
 class Adder {
  public:
-  explicit Adder(const SparseRowsView& rows) : rows_(rows), sum_(rows.features, 0.0), seen_((rows.features + 63) / 64, 0) {}
+  explicit Adder(const SparseRowsView& rows)
+      : rows_(rows), sum_(rows.features, 0.0), seen_((rows.features + 63) / 64, 0) {}
 
   void add(const int32_t* list, int64_t count, Sums& to) {
     touched_.clear();
@@ -65,7 +67,7 @@ class Adder {
       std::sort(touched_.begin(), touched_.end());
       return;
     }
-    touched_.clear(); // many: read off the bits
+    touched_.clear(); // for many columns, read the bits in order
     for (size_t i = 0; i < seen_.size(); ++i) {
       for (uint64_t word = seen_[i]; word != 0; word &= word - 1) {
         touched_.push_back(int32_t(i * 64 + size_t(std::countr_zero(word))));
@@ -81,12 +83,15 @@ class Adder {
 
 } // namespace
 
-SparseRows sparse_row_sums(const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t features, const Tensor& list_offsets,
-                           const Tensor& list_rows) {
-  TORCH_CHECK_VALUE(features >= 0 && features <= std::numeric_limits<int32_t>::max(), kOp, ": expected features in [0, 2^31), got ", features);
-  const Tensor row_offsets = offsets.contiguous(), row_columns = columns.contiguous(), row_values = values.contiguous();
+SparseRows sparse_row_sums(const Tensor& offsets, const Tensor& columns, const Tensor& values,
+                           int64_t features, const Tensor& list_offsets, const Tensor& list_rows) {
+  TORCH_CHECK_VALUE(features >= 0 && features <= std::numeric_limits<int32_t>::max(), kOp,
+                    ": expected features in [0, 2^31), got ", features);
+  const Tensor row_offsets = offsets.contiguous(), row_columns = columns.contiguous(),
+               row_values = values.contiguous();
   const Tensor lists = list_offsets.contiguous(), rows = list_rows.contiguous();
-  const SparseRowsView view = check::sparse_rows(kOp, row_offsets, row_columns, row_values, features, /*rising=*/false);
+  const SparseRowsView view =
+      check::sparse_rows(kOp, row_offsets, row_columns, row_values, features, /*rising=*/false);
   check::lists(kOp, "list_offsets", lists, "list_rows", rows, view.count, /*rising=*/false);
 
   const int64_t count = lists.size(0) - 1, blocks = (count + kListsAtOnce - 1) / kListsAtOnce;
@@ -103,7 +108,7 @@ SparseRows sparse_row_sums(const Tensor& offsets, const Tensor& columns, const T
     for (int64_t b = next++; b < blocks && !work.stopped(); b = next++) {
       for (int64_t i = b * kListsAtOnce; i < std::min((b + 1) * kListsAtOnce, count); ++i) {
         adder.add(row + list[i], list[i + 1] - list[i], sums[b]);
-        end[i + 1] = int64_t(sums[b].column.size()); // within the block, as yet
+        end[i + 1] = int64_t(sums[b].column.size()); // within the block for now
       }
       work.add(1);
     }
@@ -116,23 +121,29 @@ SparseRows sparse_row_sums(const Tensor& offsets, const Tensor& columns, const T
       end[i + 1] += begin[b];
     }
   }
-  const Tensor column = at::empty({begin[blocks]}, at::kInt), value = at::empty({begin[blocks]}, at::kFloat);
+  const Tensor column = at::empty({begin[blocks]}, at::kInt),
+               value = at::empty({begin[blocks]}, at::kFloat);
   at::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
     for (int64_t b = first; b < last; ++b) {
-      std::copy(sums[b].column.begin(), sums[b].column.end(), column.mutable_data_ptr<int32_t>() + begin[b]);
-      std::copy(sums[b].value.begin(), sums[b].value.end(), value.mutable_data_ptr<float>() + begin[b]);
+      std::copy(sums[b].column.begin(), sums[b].column.end(),
+                column.mutable_data_ptr<int32_t>() + begin[b]);
+      std::copy(sums[b].value.begin(), sums[b].value.end(),
+                value.mutable_data_ptr<float>() + begin[b]);
       sums[b] = {};
     }
   });
   return {ends, column, value};
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+XSOFTMAX_OPERATORS(m) {
   m.def(
-      "sparse_row_sums(Tensor offsets, Tensor columns, Tensor values, int features, Tensor list_offsets, Tensor list_rows) -> "
+      "sparse_row_sums(Tensor offsets, Tensor columns, Tensor values, int features, Tensor "
+      "list_offsets, Tensor list_rows) -> "
       "(Tensor offsets, Tensor columns, Tensor values)");
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("sparse_row_sums", sparse_row_sums); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("sparse_row_sums", sparse_row_sums);
+}
 
 } // namespace xsoftmax

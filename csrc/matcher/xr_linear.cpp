@@ -1,13 +1,15 @@
+#include "op/operators.h"
 #include "xsoftmax/matcher.h"
 
-#include "core/checks.h"
-#include "core/long_work.h"
-#include "core/optional.h"
-#include "core/shape_checks.h"
-#include "core/sparse_rows.h"
+#include "op/checks.h"
+#include "op/long_work.h"
+#include "op/optional.h"
+#include "op/shape_checks.h"
+#include "table/sparse_rows.h"
 #include "matcher/canonical_rows.h"
 #include "matcher/linear_layer.h"
-#include "scores/transform_names.h"
+#include "table/transform_names.h"
+#include "op/find_op.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -32,11 +34,13 @@ using at::Tensor;
 
 constexpr const char* kName = "XRLinear";
 constexpr int64_t kMostNodes = int64_t(1) << 48;
-constexpr int64_t kBlock = 128; // queries that are looked up together
+constexpr int64_t kBlock = 128; // queries that are searched together
 
 ScoreCombiner combiner_named(const std::string& name, const std::string& transform) {
-  if (name.empty()) { // a product of what can be negative is no score
-    return transform.starts_with("log-") || transform == "identity" ? ScoreCombiner::Add : ScoreCombiner::Multiply;
+  // Scores that may be negative cannot be multiplied.
+  if (name.empty()) {
+    return transform.starts_with("log-") || transform == "identity" ? ScoreCombiner::Add
+                                                                    : ScoreCombiner::Multiply;
   }
   if (name == "multiply") {
     return ScoreCombiner::Multiply;
@@ -44,17 +48,20 @@ ScoreCombiner combiner_named(const std::string& name, const std::string& transfo
   if (name == "add") {
     return ScoreCombiner::Add;
   }
-  TORCH_CHECK_VALUE(name == "last", kName, ": expected combiner as \"multiply\", \"add\" or \"last\", got \"", name, "\"");
+  TORCH_CHECK_VALUE(name == "last", kName,
+                    ": expected combiner as \"multiply\", \"add\" or \"last\", got \"", name, "\"");
   return ScoreCombiner::Last;
 }
 
-/// Returns options whose scores order nodes as these do, but do not underflow: logs of values above 0.
+/// Returns options with scores that have the same order but do not underflow: logs, if values are
+/// above 0.
 LinearBeamOptions with_log_scores(LinearBeamOptions options) {
   if (options.transform != ScoreTransform::Hinge && options.transform != ScoreTransform::Sigmoid) {
     return options;
   }
   options.logs = true;
-  options.transform = options.transform == ScoreTransform::Hinge ? ScoreTransform::LogHinge : ScoreTransform::LogSigmoid;
+  options.transform = options.transform == ScoreTransform::Hinge ? ScoreTransform::LogHinge
+                                                                 : ScoreTransform::LogSigmoid;
   if (options.combiner == ScoreCombiner::Multiply) {
     options.combiner = ScoreCombiner::Add;
   } else if (options.combiner == ScoreCombiner::Add) {
@@ -63,36 +70,48 @@ LinearBeamOptions with_log_scores(LinearBeamOptions options) {
   return options;
 }
 
-/// Queries as the search takes them, and the tensors that hold them.
+/// Queries as the search takes them, and the tensors that own them.
 struct QueryTensors {
   Tensor offset, feature, value, dense;
   Queries views;
 };
 
-QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const Tensor& values, const OptionalTensor& dense, int64_t dense_begin,
-                           int64_t features) {
-  check::numbers(kName, "offsets", offsets, offsets.scalar_type() == at::kInt ? at::kInt : at::kLong);
-  check::numbers(kName, "columns", columns, columns.scalar_type() == at::kLong ? at::kLong : at::kInt);
+QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const Tensor& values,
+                           const OptionalTensor& dense, int64_t dense_begin, int64_t features) {
+  check::numbers(kName, "offsets", offsets,
+                 offsets.scalar_type() == at::kInt ? at::kInt : at::kLong);
+  check::numbers(kName, "columns", columns,
+                 columns.scalar_type() == at::kLong ? at::kLong : at::kInt);
   check::numbers(kName, "values", values, at::kFloat);
-  TORCH_CHECK_VALUE(offsets.size(0) >= 1, kName, ": expected offsets with a number for each query and one, got none");
-  QueryTensors queries{check::readable(offsets.to(at::kLong)), check::readable(columns), check::readable(values), {}, {}};
+  TORCH_CHECK_VALUE(offsets.size(0) >= 1, kName,
+                    ": expected offsets with a number for each query and one, got none");
+  QueryTensors queries{check::readable(offsets.to(at::kLong)),
+                       check::readable(columns),
+                       check::readable(values),
+                       {},
+                       {}};
   if (given(dense)) {
     check::dim(kName, "dense", *dense, 2);
     check::dtype(kName, "dense", *dense, at::kFloat);
     TORCH_CHECK_TYPE(dense->is_cpu(), kName, ": expected dense on the CPU, got ", dense->device());
     check::size(kName, "dense", *dense, 0, offsets.size(0) - 1, "the queries");
-    TORCH_CHECK_VALUE(dense_begin >= 0 && dense_begin + dense->size(1) == features, kName, ": expected dense_begin and the width of dense to add up to ",
-                      features, ", got ", dense_begin, " and ", dense->size(1));
+    TORCH_CHECK_VALUE(dense_begin >= 0 && dense_begin + dense->size(1) == features, kName,
+                      ": expected dense_begin and the width of dense to add up to ", features,
+                      ", got ", dense_begin, " and ", dense->size(1));
     queries.dense = check::readable(*dense);
     for (const float value : span_of<float>(queries.dense)) {
-      TORCH_CHECK_VALUE(std::isfinite(value), kName, ": expected dense with finite numbers, got ", value);
+      TORCH_CHECK_VALUE(std::isfinite(value), kName, ": expected dense with finite numbers, got ",
+                        value);
     }
   }
   const int64_t columns_end = given(dense) ? dense_begin : features;
-  if (const auto rows = canonical_rows(kName, queries.offset, queries.feature, queries.value, columns_end, RowKind::Weights)) {
-    std::tie(queries.offset, queries.feature, queries.value) = std::tie(rows->offsets, rows->columns, rows->values);
+  if (const auto rows = canonical_rows(kName, queries.offset, queries.feature, queries.value,
+                                       columns_end, RowKind::Weights)) {
+    std::tie(queries.offset, queries.feature, queries.value) =
+        std::tie(rows->offsets, rows->columns, rows->values);
   }
-  if (queries.feature.scalar_type() == at::kLong) { // checked: all are below `features`
+  // canonical_rows has checked that all are below `features`.
+  if (queries.feature.scalar_type() == at::kLong) {
     queries.feature = queries.feature.to(at::kInt);
   }
   const auto feature = span_of<int32_t>(queries.feature);
@@ -114,9 +133,11 @@ BeamWorkspace& thread_workspace() {
 
 } // namespace
 
-XRLinear::XRLinear(int64_t features, double bias, const std::string& transform, Tensor labels, std::vector<std::vector<Tensor>> layers)
+XRLinear::XRLinear(int64_t features, double bias, const std::string& transform, Tensor labels,
+                   std::vector<std::vector<Tensor>> layers)
     : features_(features), bias_(bias), transform_(transform), parts_(std::move(layers)) {
-  TORCH_CHECK_VALUE(features >= 0 && features < std::numeric_limits<int32_t>::max(), kName, ": expected features in [0, 2^31 - 1), got ", features);
+  TORCH_CHECK_VALUE(features >= 0 && features < std::numeric_limits<int32_t>::max(), kName,
+                    ": expected features in [0, 2^31 - 1), got ", features);
   TORCH_CHECK_VALUE(std::isfinite(bias), kName, ": expected bias as a finite number, got ", bias);
   transform_named(kName, transform);
   check::numbers(kName, "labels", labels, at::kLong);
@@ -125,46 +146,58 @@ XRLinear::XRLinear(int64_t features, double bias, const std::string& transform, 
   int64_t nodes = 1;
   layers_.reserve(parts_.size());
   for (auto& parts : parts_) {
-    TORCH_CHECK_VALUE(parts.size() == kLinearLayerParts, kName, ": expected ", kLinearLayerParts, " parts of a layer, got ", parts.size());
+    TORCH_CHECK_VALUE(parts.size() == kLinearLayerParts, kName, ": expected ", kLinearLayerParts,
+                      " parts of a layer, got ", parts.size());
     for (Tensor& part : parts) {
       part = check::readable(part);
     }
     layers_.emplace_back(linear_layer_view(kName, nodes, features, parts), int32_t(features));
     nodes = layers_.back().children();
-    TORCH_CHECK_VALUE(nodes < kMostNodes, kName, ": expected first_child of fewer than 2^48 nodes, got ", nodes);
+    TORCH_CHECK_VALUE(nodes < kMostNodes, kName,
+                      ": expected first_child of fewer than 2^48 nodes, got ", nodes);
   }
   check::size(kName, "labels", labels_, 0, nodes, "the nodes of the last layer");
   check::class_ids(kName, "labels", labels_, nodes);
   leaf_.assign(nodes, -1);
   const auto label = span_of<int64_t>(labels_);
   for (int64_t i = 0; i < nodes; ++i) {
-    TORCH_CHECK_VALUE(leaf_[label[i]] < 0, kName, ": expected different labels, got ", label[i], " twice");
+    TORCH_CHECK_VALUE(leaf_[label[i]] < 0, kName, ": expected different labels, got ", label[i],
+                      " twice");
     leaf_[label[i]] = i;
   }
 }
 
 XRLinear::~XRLinear() = default;
 
-XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& columns, const Tensor& values, const XRLinearPredictOptions& asked) const {
+XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& columns,
+                                        const Tensor& values,
+                                        const XRLinearPredictOptions& asked) const {
   const int64_t topk = asked.topk(), beam = asked.beam();
   TORCH_CHECK_VALUE(topk >= 0, kName, ": expected topk of at least 0, got ", topk);
   TORCH_CHECK_VALUE(beam >= 1, kName, ": expected beam of at least 1, got ", beam);
   const std::string& used = asked.transform().empty() ? transform_ : asked.transform();
   const auto [kind, power] = transform_named(kName, used);
-  const QueryTensors queries = check_queries(offsets, columns, values, asked.dense(), asked.dense_begin(), features_);
-  const int64_t n = queries.views.count, max_children = layers_.back().most_children(); // labels below a node of the beam, at most
-  const int64_t k = std::min({topk, num_labels(), beam > num_labels() / max_children ? num_labels() : beam * max_children});
-  const LinearBeamOptions options = with_log_scores({beam, k, kind, power, combiner_named(asked.combiner(), used), /*logs=*/false});
-  const std::vector<std::vector<bool>> allowed = given(asked.only()) ? allowed_nodes(*asked.only()) : std::vector<std::vector<bool>>();
+  const QueryTensors queries =
+      check_queries(offsets, columns, values, asked.dense(), asked.dense_begin(), features_);
+  // At most max_children labels are below each node of the beam.
+  const int64_t n = queries.views.count, max_children = layers_.back().most_children();
+  const int64_t k =
+      std::min({topk, num_labels(),
+                beam > num_labels() / max_children ? num_labels() : beam * max_children});
+  const LinearBeamOptions options = with_log_scores(
+      {beam, k, kind, power, combiner_named(asked.combiner(), used), /*logs=*/false});
+  const std::vector<std::vector<bool>> allowed =
+      given(asked.only()) ? allowed_nodes(*asked.only()) : std::vector<std::vector<bool>>();
 
-  const Tensor leaf = at::empty({n, k}, at::kLong), score = at::empty({n, k}, at::kFloat), ends = at::empty({n + 1}, at::kLong);
+  const Tensor leaf = at::empty({n, k}, at::kLong), score = at::empty({n, k}, at::kFloat),
+               ends = at::empty({n + 1}, at::kLong);
   int64_t *leaves = leaf.mutable_data_ptr<int64_t>(), *found = ends.mutable_data_ptr<int64_t>();
   float* scores = score.mutable_data_ptr<float>();
   const auto search = [&](int64_t begin, int64_t end) {
-    thread_workspace().search(layers_, queries.views.part(begin, end), float(bias_), options, allowed, leaves + begin * k, scores + begin * k,
-                              found + 1 + begin);
+    thread_workspace().search(layers_, queries.views.part(begin, end), float(bias_), options,
+                              allowed, leaves + begin * k, scores + begin * k, found + 1 + begin);
   };
-  if (n <= 1) { // no thread is worth waking
+  if (n <= 1) { // one query is not worth a thread
     search(0, n);
   } else {
     LongWork work("xr_linear_predict", n);
@@ -177,7 +210,7 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
     });
     work.check();
   }
-  // Closed up, and in the names of the labels.
+  // Close the gaps and convert leaves to labels.
   const int64_t* label = labels_.const_data_ptr<int64_t>();
   found[0] = 0;
   int64_t to = 0;
@@ -192,30 +225,41 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
   return {ends, leaf.view({-1}).narrow(0, 0, to), score.view({-1}).narrow(0, 0, to)};
 }
 
-std::tuple<Tensor, Tensor> XRLinear::topk(const Tensor& offsets, const Tensor& columns, const Tensor& values, const XRLinearPredictOptions& options,
+std::tuple<Tensor, Tensor> XRLinear::topk(const Tensor& offsets, const Tensor& columns,
+                                          const Tensor& values,
+                                          const XRLinearPredictOptions& options,
                                           const OptionalTensor& exclude) const {
-  TORCH_CHECK_VALUE(options.topk() >= 0, kName, ": expected topk of at least 0, got ", options.topk());
-  TORCH_CHECK_VALUE(!given(exclude) || exclude->dim() == 2, kName, ": expected exclude of shape [n, E], got ", exclude->sizes());
+  TORCH_CHECK_VALUE(options.topk() >= 0, kName, ": expected topk of at least 0, got ",
+                    options.topk());
+  TORCH_CHECK_VALUE(!given(exclude) || exclude->dim() == 2, kName,
+                    ": expected exclude of shape [n, E], got ", exclude->sizes());
   const int64_t wanted = options.topk() + (given(exclude) ? exclude->size(1) : 0);
-  const auto [ends, found, of_found] = predict(offsets, columns, values, XRLinearPredictOptions(options).topk(wanted));
+  const auto [ends, found, of_found] =
+      predict(offsets, columns, values, XRLinearPredictOptions(options).topk(wanted));
   const Tensor counts = ends.diff(), there = at::arange(wanted, at::kLong).lt(counts.unsqueeze(1));
-  const Tensor scores = at::zeros({counts.size(0), wanted}, at::kFloat).masked_scatter_(there, of_found);
-  const Tensor labels = at::full({counts.size(0), wanted}, -1, at::kLong).masked_scatter_(there, found);
+  const Tensor scores =
+      at::zeros({counts.size(0), wanted}, at::kFloat).masked_scatter_(there, of_found);
+  const Tensor labels =
+      at::full({counts.size(0), wanted}, -1, at::kLong).masked_scatter_(there, found);
   if (!given(exclude)) {
     return {scores, labels};
   }
-  using ExcludeTopk = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt);
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::exclude_topk", "").typed<ExcludeTopk>();
+  using ExcludeTopk = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                                 c10::SymInt, c10::SymInt);
+  static const auto op = find_op<ExcludeTopk>("xsoftmax::exclude_topk");
   const auto [best, ids] = op.call(scores, labels, *exclude, num_labels(), options.topk());
   return {best.masked_fill_(ids.lt(0), 0.0), ids};
 }
 
 Tensor XRLinear::predict_csr(const Tensor& queries, const XRLinearPredictOptions& options) const {
-  TORCH_CHECK_TYPE(queries.layout() == at::kSparseCsr, kName, ": expected queries as a sparse CSR tensor, got layout ", queries.layout());
-  TORCH_CHECK_VALUE(queries.dim() == 2, kName, ": expected queries with 2 dimensions, got shape ", queries.sizes());
+  TORCH_CHECK_TYPE(queries.layout() == at::kSparseCsr, kName,
+                   ": expected queries as a sparse CSR tensor, got layout ", queries.layout());
+  TORCH_CHECK_VALUE(queries.dim() == 2, kName, ": expected queries with 2 dimensions, got shape ",
+                    queries.sizes());
   check::size(kName, "queries", queries, 1, features_, "the features of the model");
-  const auto [offsets, labels, scores] = predict(queries.crow_indices(), queries.col_indices(), queries.values(), options);
-  // Columns of such a tensor rise.
+  const auto [offsets, labels, scores] =
+      predict(queries.crow_indices(), queries.col_indices(), queries.values(), options);
+  // CSR tensors need increasing columns.
   const auto end = span_of<int64_t>(offsets);
   int64_t* label = labels.mutable_data_ptr<int64_t>();
   float* score = scores.mutable_data_ptr<float>();
@@ -230,7 +274,8 @@ Tensor XRLinear::predict_csr(const Tensor& queries, const XRLinearPredictOptions
       std::tie(label[t], score[t]) = row[t - end[q]];
     }
   }
-  return at::_sparse_csr_tensor_unsafe(offsets, labels, scores, {queries.size(0), num_labels()}, scores.options().layout(at::kSparseCsr));
+  return at::_sparse_csr_tensor_unsafe(offsets, labels, scores, {queries.size(0), num_labels()},
+                                       scores.options().layout(at::kSparseCsr));
 }
 
 std::vector<std::vector<bool>> XRLinear::allowed_nodes(const Tensor& only) const {
@@ -243,7 +288,8 @@ std::vector<std::vector<bool>> XRLinear::allowed_nodes(const Tensor& only) const
   }
   for (const int64_t label : span_of<int64_t>(wanted)) {
     int64_t node = leaf_[label];
-    for (size_t depth = layers_.size(); depth-- > 0 && !allowed[depth][node]; node = layers_[depth].parent(node)) {
+    for (size_t depth = layers_.size(); depth-- > 0 && !allowed[depth][node];
+         node = layers_[depth].parent(node)) {
       allowed[depth][node] = true;
     }
   }
@@ -251,8 +297,10 @@ std::vector<std::vector<bool>> XRLinear::allowed_nodes(const Tensor& only) const
 }
 
 std::vector<Tensor> XRLinear::layer(int64_t depth) const {
-  TORCH_CHECK_INDEX(depth >= 0 && depth < this->depth(), kName, ": expected a layer in [0, ", this->depth(), "), got ", depth);
-  std::vector<Tensor> parts; // copies: the model's tensors have been checked, and may be read-only
+  TORCH_CHECK_INDEX(depth >= 0 && depth < this->depth(), kName, ": expected a layer in [0, ",
+                    this->depth(), "), got ", depth);
+  // Copies, because the model's tensors have been validated and may be read-only.
+  std::vector<Tensor> parts;
   for (const Tensor& part : parts_[depth]) {
     parts.push_back(part.clone());
   }
@@ -267,26 +315,38 @@ int64_t XRLinear::num_weights() const {
   return sum;
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+XSOFTMAX_OPERATORS(m) {
   m.class_<XRLinear>("XRLinear")
-      .def(torch::init([](int64_t features, double bias, const std::string& transform, const Tensor& labels, std::vector<std::vector<Tensor>> layers) {
+      .def(torch::init([](int64_t features, double bias, const std::string& transform,
+                          const Tensor& labels, std::vector<std::vector<Tensor>> layers) {
         for (auto& parts : layers) {
           for (Tensor& part : parts) {
             check::strided(kName, "layers", part);
-            part = part.clone(); // what is checked now must not change
+            part = part.clone(); // validated now, so later changes must not reach it
           }
         }
         check::strided(kName, "labels", labels);
-        return c10::make_intrusive<XRLinear>(features, bias, transform, labels.clone(), std::move(layers));
+        return c10::make_intrusive<XRLinear>(features, bias, transform, labels.clone(),
+                                             std::move(layers));
       }))
       .def("predict",
-           [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& offsets, const Tensor& columns, const Tensor& values, const OptionalTensor& dense,
-              int64_t dense_begin, int64_t topk, int64_t beam, const std::string& transform, const std::string& combiner, const OptionalTensor& only) {
-             const auto options = XRLinearPredictOptions().topk(topk).beam(beam).transform(transform).combiner(combiner).only(only);
-             return self->predict(offsets, columns, values, XRLinearPredictOptions(options).dense(dense).dense_begin(dense_begin));
+           [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& offsets,
+              const Tensor& columns, const Tensor& values, const OptionalTensor& dense,
+              int64_t dense_begin, int64_t topk, int64_t beam, const std::string& transform,
+              const std::string& combiner, const OptionalTensor& only) {
+             const auto options = XRLinearPredictOptions()
+                                      .topk(topk)
+                                      .beam(beam)
+                                      .transform(transform)
+                                      .combiner(combiner)
+                                      .only(only);
+             return self->predict(
+                 offsets, columns, values,
+                 XRLinearPredictOptions(options).dense(dense).dense_begin(dense_begin));
            })
       .def("predict_csr",
-           [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& queries, int64_t topk, int64_t beam) {
+           [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& queries, int64_t topk,
+              int64_t beam) {
              return self->predict_csr(queries, XRLinearPredictOptions().topk(topk).beam(beam));
            })
       .def("layer", &XRLinear::layer)
@@ -305,15 +365,20 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
             for (int64_t i = 0; i < self->depth(); ++i) {
               layers.push_back(self->layer(i));
             }
-            return std::make_tuple(std::make_tuple(self->features(), self->bias(), self->transform()), self->labels(), layers);
+            return std::make_tuple(
+                std::make_tuple(self->features(), self->bias(), self->transform()), self->labels(),
+                layers);
           },
-          [](std::tuple<std::tuple<int64_t, double, std::string>, Tensor, std::vector<std::vector<Tensor>>> state) {
+          [](std::tuple<std::tuple<int64_t, double, std::string>, Tensor,
+                        std::vector<std::vector<Tensor>>>
+                 state) {
             const auto& [numbers, labels, layers] = state;
             const auto& [features, bias, transform] = numbers;
             return c10::make_intrusive<XRLinear>(features, bias, transform, labels, layers);
           });
   m.def("xr_linear_check_target(str path) -> ()", &XRLinear::check_target);
-  m.def("xr_linear_load(str path) -> __torch__.torch.classes.xsoftmax.XRLinear", [](const std::string& path) { return XRLinear::load(path); });
+  m.def("xr_linear_load(str path) -> __torch__.torch.classes.xsoftmax.XRLinear",
+        [](const std::string& path) { return XRLinear::load(path); });
 }
 
 } // namespace xsoftmax

@@ -1,7 +1,7 @@
 #include "xsoftmax/matcher.h"
 
-#include "core/draft_folder.h"
-#include "core/regular_file.h"
+#include "table/files/draft_folder.h"
+#include "table/files/regular_file.h"
 
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
@@ -21,8 +21,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-// A model's folder holds model.bin: a header, a table of sections, then the tensors as they lie in memory, each at a multiple of 64 bytes:
-// the labels, the parts of each layer, and the notes as bytes. All little-endian. notes.json beside it is a copy of the notes for people.
+// The folder of a model contains model.bin: a header, a table of sections, then the tensors as they
+// are in memory, each at a multiple of 64 bytes: the labels, the parts of each layer, and the notes
+// as bytes. All little-endian. notes.json is a human-readable copy of the notes.
 
 namespace xsoftmax {
 namespace {
@@ -37,16 +38,17 @@ constexpr const char* kNotes = "notes.json";
 constexpr std::array<char, 8> kMagic{'x', 's', 'X', 'R', 'L', 'i', 'n', '\n'};
 constexpr uint32_t kVersion = 2, kMostDepth = 64;
 constexpr uint64_t kAlignment = 64, kLayerParts = 6;
-constexpr std::array kDtypes{at::kLong, at::kInt, at::kByte, at::kFloat, at::kHalf}; // a file's numbers for them
+// The file's dtype numbers are indices into this array.
+constexpr std::array kDtypes{at::kLong, at::kInt, at::kByte, at::kFloat, at::kHalf};
 
 struct Header {
   std::array<char, 8> magic;
   uint32_t version, depth;
   int64_t features;
   double bias;
-  std::array<char, 16> transform; // zeros behind it
-  uint64_t bytes;                 // of the file
-  uint64_t checksum;              // of the header, this being 0, and of the sections' checksum
+  std::array<char, 16> transform; // padded with zeros
+  uint64_t bytes;                 // size of the file
+  uint64_t checksum; // of the header with this field 0, and of the sections' checksum
 };
 static_assert(sizeof(Header) == 64);
 
@@ -56,12 +58,14 @@ struct Section {
   uint64_t checksum;
 };
 
-/// Of 8-byte words, the last one filled up with zeros: any change of one of them changes it.
+/// Returns the checksum of 8-byte words, the last one padded with zeros. A change of any one word
+/// changes it.
 uint64_t checksum(const void* from, uint64_t bytes) {
-  std::array<uint64_t, 4> lanes{1, 2, 3, 4}; // four chains of products, so that none waits for another
+  // Four chains of products that do not wait for each other.
+  std::array<uint64_t, 4> lanes{1, 2, 3, 4};
   const char* at = static_cast<const char*>(from);
   const auto mix = [](uint64_t lane, uint64_t word) {
-    lane = (lane ^ word) * 0x9E3779B97F4A7C15u; // odd: one to one
+    lane = (lane ^ word) * 0x9E3779B97F4A7C15u; // an odd factor makes this one-to-one
     return lane ^ (lane >> 29);
   };
   uint64_t i = 0;
@@ -89,30 +93,36 @@ uint64_t header_checksum(Header header, std::span<const Section> sections) {
   return checksum(&header, sizeof(header));
 }
 
-/// A new file, written from the start to the end.
+/// A new file that is written sequentially.
 class NewFile {
  public:
-  explicit NewFile(const fs::path& path) : path_(path), handle_(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
+  explicit NewFile(const fs::path& path)
+      : path_(path), handle_(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
     TORCH_CHECK(handle_.number() >= 0, "XRLinear: cannot open ", path, ": ", system_error());
   }
 
   void write(const void* from, uint64_t bytes) {
     for (const char* at = static_cast<const char*>(from); bytes > 0;) {
-      const ssize_t done = ::write(handle_.number(), at, std::min<uint64_t>(bytes, uint64_t(1) << 30));
-      TORCH_CHECK(done > 0 || errno == EINTR, "XRLinear: cannot write ", path_, ": ", system_error());
+      const ssize_t done =
+          ::write(handle_.number(), at, std::min<uint64_t>(bytes, uint64_t(1) << 30));
+      TORCH_CHECK(done > 0 || errno == EINTR, "XRLinear: cannot write ", path_, ": ",
+                  system_error());
       at += std::max<ssize_t>(done, 0);
       bytes -= uint64_t(std::max<ssize_t>(done, 0));
     }
   }
 
-  void flush() { TORCH_CHECK(fsync(handle_.number()) == 0, "XRLinear: cannot write ", path_, ": ", system_error()); }
+  void flush() {
+    TORCH_CHECK(fsync(handle_.number()) == 0, "XRLinear: cannot write ", path_, ": ",
+                system_error());
+  }
 
  private:
   fs::path path_;
   FileHandle handle_;
 };
 
-/// A file in memory, read-only, for as long as someone holds it.
+/// A read-only memory mapping of a file.
 class Mapping {
  public:
   explicit Mapping(const fs::path& path) {
@@ -138,7 +148,7 @@ class Mapping {
   uint64_t bytes_;
 };
 
-/// Whether a folder's file begins as that of a model.
+/// Returns whether the folder's file begins like that of a model.
 bool holds_model(const fs::path& folder) {
   std::error_code error;
   if (!fs::is_regular_file(folder / kFile, error)) {
@@ -146,17 +156,26 @@ bool holds_model(const fs::path& folder) {
   }
   const FileHandle file = open_regular_file("XRLinear", (folder / kFile).string(), O_RDONLY);
   std::array<char, kMagic.size()> magic{};
-  return pread(file.number(), magic.data(), magic.size(), 0) == ssize_t(magic.size()) && magic == kMagic;
+  return pread(file.number(), magic.data(), magic.size(), 0) == ssize_t(magic.size()) &&
+      magic == kMagic;
 }
 
-/// Whether text is UTF-8, which Python's str and JSON are made of.
+/// Returns whether text is UTF-8, as Python's str and JSON require.
 bool is_utf8(std::string_view text) {
   for (size_t at = 0; at < text.size();) {
-    const auto byte = [&](size_t i) { return at + i < text.size() ? uint8_t(text[at + i]) : uint8_t(0); };
+    const auto byte = [&](size_t i) {
+      return at + i < text.size() ? uint8_t(text[at + i]) : uint8_t(0);
+    };
     const uint8_t first = byte(0);
     const size_t size = first < 0x80 ? 1 : first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
-    // The second byte's range keeps out longer forms than needed, surrogates, and what lies above U+10FFFF.
-    const uint8_t low = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80, high = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
+    // The second byte's range excludes overlong encodings, surrogates, and code points above
+    // U+10FFFF.
+    const uint8_t low = first == 0xE0 ? 0xA0
+        : first == 0xF0               ? 0x90
+                                      : 0x80,
+                  high = first == 0xED ? 0x9F
+        : first == 0xF4                ? 0x8F
+                                       : 0xBF;
     bool sound = size == 1 || (first >= 0xC2 && first <= 0xF4 && byte(1) >= low && byte(1) <= high);
     for (size_t i = 2; i < size; ++i) {
       sound = sound && byte(i) >= 0x80 && byte(i) <= 0xBF;
@@ -169,21 +188,26 @@ bool is_utf8(std::string_view text) {
   return true;
 }
 
-/// Throws unless nothing is there, or a folder with a model and nothing else.
+/// Returns the target folder. Raises unless it does not exist or contains a model and nothing else.
 fs::path checked_target(const std::string& path) {
   fs::path target = fs::path(path);
-  target = target.has_filename() ? target : target.parent_path(); // "model/"
-  TORCH_CHECK_VALUE(!target.empty(), "XRLinear: expected path as the name of a folder, got \"", path, "\"");
+  target = target.has_filename() ? target : target.parent_path(); // for paths such as "model/"
+  TORCH_CHECK_VALUE(!target.empty(), "XRLinear: expected path as the name of a folder, got \"",
+                    path, "\"");
   if (!fs::exists(fs::symlink_status(target))) {
     return target;
   }
-  TORCH_CHECK_VALUE(fs::is_directory(fs::symlink_status(target)), "XRLinear: expected path as a new folder or one with a model, got ", target,
+  TORCH_CHECK_VALUE(fs::is_directory(fs::symlink_status(target)),
+                    "XRLinear: expected path as a new folder or one with a model, got ", target,
                     ", which is something else");
-  TORCH_CHECK_VALUE(holds_model(target), "XRLinear: expected path as a new folder or one with a model, got ", target, ", which holds none");
+  TORCH_CHECK_VALUE(holds_model(target),
+                    "XRLinear: expected path as a new folder or one with a model, got ", target,
+                    ", which holds none");
   for (const auto& entry : fs::directory_iterator(target)) {
     const fs::path name = entry.path().filename();
-    TORCH_CHECK_VALUE(name == kFile || name == kNotes, "XRLinear: expected path as a new folder or one with a model alone, got ", target, ", which holds ",
-                      name, " as well");
+    TORCH_CHECK_VALUE(name == kFile || name == kNotes,
+                      "XRLinear: expected path as a new folder or one with a model alone, got ",
+                      target, ", which holds ", name, " as well");
   }
   return target;
 }
@@ -200,13 +224,18 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
   }
   const std::string& kept = notes.empty() ? notes_ : notes;
   TORCH_CHECK_VALUE(is_utf8(kept), "XRLinear: expected notes in UTF-8, got other bytes");
-  tensors.push_back(at::from_blob(const_cast<char*>(kept.data()), {int64_t(kept.size())}, at::TensorOptions(at::kByte)));
+  tensors.push_back(at::from_blob(const_cast<char*>(kept.data()), {int64_t(kept.size())},
+                                  at::TensorOptions(at::kByte)));
   std::vector<Section> sections(tensors.size());
-  const auto aligned = [](uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
+  const auto aligned = [](uint64_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  };
   uint64_t end = aligned(sizeof(Header) + sections.size() * sizeof(Section));
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto dtype = std::find(kDtypes.begin(), kDtypes.end(), tensors[i].scalar_type()) - kDtypes.begin();
-    sections[i] = {end, uint64_t(tensors[i].nbytes()), uint64_t(dtype), checksum(tensors[i].const_data_ptr(), tensors[i].nbytes())};
+    const auto dtype =
+        std::find(kDtypes.begin(), kDtypes.end(), tensors[i].scalar_type()) - kDtypes.begin();
+    sections[i] = {end, uint64_t(tensors[i].nbytes()), uint64_t(dtype),
+                   checksum(tensors[i].const_data_ptr(), tensors[i].nbytes())};
     end = aligned(end + sections[i].bytes);
   }
   Header header{kMagic, kVersion, uint32_t(depth()), features_, bias_, {}, end, 0};
@@ -236,52 +265,68 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
     file.write(kept.data(), kept.size());
     file.flush();
   }
-  draft.publish([&] { checked_target(path); }); // much can be put there while gigabytes are written
+  // Check again, because the folder may have changed while gigabytes were written.
+  draft.publish([&] { checked_target(path); });
 }
 
 c10::intrusive_ptr<XRLinear> XRLinear::load(const std::string& path) {
   const fs::path file = fs::path(path) / kFile;
   const auto mapping = std::make_shared<Mapping>(file);
-  const auto sound = [&](bool true_of_it, const auto&... what) { TORCH_CHECK_VALUE(true_of_it, "XRLinear: ", file, " is damaged: ", what...); };
+  const auto sound = [&](bool true_of_it, const auto&... what) {
+    TORCH_CHECK_VALUE(true_of_it, "XRLinear: ", file, " is damaged: ", what...);
+  };
   Header header;
-  TORCH_CHECK_VALUE(mapping->bytes() >= sizeof(header) && std::memcmp(mapping->begin(), kMagic.data(), kMagic.size()) == 0, "XRLinear: expected ", file,
-                    " as the file of a model, got another one");
+  TORCH_CHECK_VALUE(mapping->bytes() >= sizeof(header) &&
+                        std::memcmp(mapping->begin(), kMagic.data(), kMagic.size()) == 0,
+                    "XRLinear: expected ", file, " as the file of a model, got another one");
   std::memcpy(&header, mapping->begin(), sizeof(header));
-  TORCH_CHECK_VALUE(header.version == kVersion, "XRLinear: expected ", file, " in version ", kVersion, " of the format, got ", header.version);
-  sound(header.bytes == mapping->bytes(), "expected ", header.bytes, " bytes, got ", mapping->bytes());
-  sound(header.depth >= 1 && header.depth <= kMostDepth, "expected 1 to ", kMostDepth, " layers, got ", header.depth);
+  TORCH_CHECK_VALUE(header.version == kVersion, "XRLinear: expected ", file, " in version ",
+                    kVersion, " of the format, got ", header.version);
+  sound(header.bytes == mapping->bytes(), "expected ", header.bytes, " bytes, got ",
+        mapping->bytes());
+  sound(header.depth >= 1 && header.depth <= kMostDepth, "expected 1 to ", kMostDepth,
+        " layers, got ", header.depth);
   std::vector<Section> sections(2 + header.depth * kLayerParts);
-  sound(sizeof(header) + sections.size() * sizeof(Section) <= mapping->bytes(), "no room for ", sections.size(), " sections");
-  std::memcpy(sections.data(), mapping->begin() + sizeof(header), sections.size() * sizeof(Section));
+  sound(sizeof(header) + sections.size() * sizeof(Section) <= mapping->bytes(), "no room for ",
+        sections.size(), " sections");
+  std::memcpy(sections.data(), mapping->begin() + sizeof(header),
+              sections.size() * sizeof(Section));
   sound(header.checksum == header_checksum(header, sections), "wrong checksum of the header");
 
   std::vector<Tensor> tensors;
   for (const Section& section : sections) {
-    sound(section.begin % kAlignment == 0 && section.begin <= mapping->bytes() && section.bytes <= mapping->bytes() - section.begin, "a section of ",
-          section.bytes, " bytes at ", section.begin);
+    sound(section.begin % kAlignment == 0 && section.begin <= mapping->bytes() &&
+              section.bytes <= mapping->bytes() - section.begin,
+          "a section of ", section.bytes, " bytes at ", section.begin);
     sound(section.dtype < kDtypes.size(), "a section of dtype ", section.dtype);
     const at::ScalarType dtype = kDtypes[section.dtype];
-    sound(section.bytes % c10::elementSize(dtype) == 0, "a section of ", section.bytes, " bytes of ", dtype);
+    sound(section.bytes % c10::elementSize(dtype) == 0, "a section of ", section.bytes,
+          " bytes of ", dtype);
     const char* from = mapping->begin() + section.begin;
-    sound(section.checksum == checksum(from, section.bytes), "wrong checksum of section ", tensors.size());
-    // Nobody writes to them: the pages are read-only.
-    tensors.push_back(
-        at::from_blob(const_cast<char*>(from), {int64_t(section.bytes / c10::elementSize(dtype))}, [mapping](void*) {}, at::TensorOptions(dtype)));
+    sound(section.checksum == checksum(from, section.bytes), "wrong checksum of section ",
+          tensors.size());
+    // The tensors must not be written to: the pages are read-only.
+    tensors.push_back(at::from_blob(
+        const_cast<char*>(from), {int64_t(section.bytes / c10::elementSize(dtype))},
+        [mapping](void*) {}, at::TensorOptions(dtype)));
   }
   std::vector<std::vector<Tensor>> layers;
   for (size_t i = 1; i + 1 < tensors.size(); i += kLayerParts) {
     layers.emplace_back(tensors.begin() + int64_t(i), tensors.begin() + int64_t(i + kLayerParts));
   }
-  const std::string transform(header.transform.begin(), std::find(header.transform.begin(), header.transform.end(), '\0'));
+  const std::string transform(header.transform.begin(),
+                              std::find(header.transform.begin(), header.transform.end(), '\0'));
   sound(is_utf8(transform), "a transform that is not text");
   sound(tensors.back().scalar_type() == at::kByte, "notes of dtype ", tensors.back().scalar_type());
-  const std::string_view notes(static_cast<const char*>(tensors.back().const_data_ptr()), tensors.back().numel());
+  const std::string_view notes(static_cast<const char*>(tensors.back().const_data_ptr()),
+                               tensors.back().numel());
   sound(is_utf8(notes), "notes that are not UTF-8");
   try {
-    auto model = c10::make_intrusive<XRLinear>(header.features, header.bias, transform, tensors[0], layers);
+    auto model =
+        c10::make_intrusive<XRLinear>(header.features, header.bias, transform, tensors[0], layers);
     model->notes_ = notes;
     return model;
-  } catch (const c10::Error& error) { // of any kind where it is about arguments
+  } catch (const c10::Error& error) { // of any kind if the arguments are invalid
     sound(false, error.what_without_backtrace());
     throw;
   }

@@ -1,6 +1,6 @@
 #include "optim/mapped_state.h"
 
-#include "core/mapped_file.h"
+#include "table/files/mapped_file.h"
 
 #include <ATen/ops/full.h>
 
@@ -21,10 +21,13 @@ void fill(MappedFile& file, int64_t rows, double initial) {
   uint64_t offset = 0;
   for (const MappedTensor& tensor : file.header().tensors) {
     const int64_t bytes = int64_t(tensor.bytes()), size = int64_t(c10::elementSize(tensor.dtype));
-    if (initial != 0 && at::isFloatingType(tensor.dtype) && !tensor.sizes.empty() && tensor.sizes[0] == rows) {
-      const Tensor block = at::full({std::min(bytes, kBlockBytes) / size}, initial, at::TensorOptions(tensor.dtype));
+    if (initial != 0 && at::isFloatingType(tensor.dtype) && !tensor.sizes.empty() &&
+        tensor.sizes[0] == rows) {
+      const Tensor block =
+          at::full({std::min(bytes, kBlockBytes) / size}, initial, at::TensorOptions(tensor.dtype));
       for (int64_t done = 0; done < bytes; done += kBlockBytes) {
-        file.write(offset + uint64_t(done), block.narrow(0, 0, std::min(bytes - done, kBlockBytes) / size));
+        file.write(offset + uint64_t(done),
+                   block.narrow(0, 0, std::min(bytes - done, kBlockBytes) / size));
       }
     }
     offset += tensor.bytes();
@@ -33,18 +36,22 @@ void fill(MappedFile& file, int64_t rows, double initial) {
 
 } // namespace
 
-bool lies_in_file(const Tensor& table) {
+bool is_in_file(const Tensor& table) {
   const MappedFile* const file = MappedFile::of(table);
   return file != nullptr && file->writable();
 }
 
-MappedState mapped_state(const Tensor& table, std::string rows_op, const std::vector<const char*>& names, at::TensorList like, double initial) {
+MappedState mapped_state(const Tensor& table, std::string rows_op,
+                         const std::vector<const char*>& names, at::TensorList like,
+                         double initial) {
   MappedFile& of_table = *MappedFile::of(table);
-  const std::string kind = rows_op.substr(0, rows_op.size() - kRows.size()), path = of_table.path() + "." + kind;
-  // The widest elements first: each tensor is then aligned where the one before it ends.
+  const std::string kind = rows_op.substr(0, rows_op.size() - kRows.size()),
+                    path = of_table.path() + "." + kind;
+  // Widest elements first, so that each tensor is aligned at the end of the previous one.
   std::vector<size_t> order(like.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return like[a].itemsize() > like[b].itemsize(); });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return like[a].itemsize() > like[b].itemsize(); });
   MappedHeader header{FileState::kBegun, kind, of_table.header().table, {}};
   for (const size_t i : order) {
     header.tensors.push_back({names[i], like[i].scalar_type(), like[i].sizes().vec()});
@@ -52,12 +59,15 @@ MappedState mapped_state(const Tensor& table, std::string rows_op, const std::ve
   const bool existed = MappedFile::exists(path) && !MappedFile::remove_unfinished(path);
   std::shared_ptr<MappedFile> file;
   if (existed) {
-    file = MappedFile::open(kind.c_str(), path, /*writable=*/true, of_table.recovered(), [&](const MappedFile& found) {
-      TORCH_CHECK_VALUE(found.header().kind == kind && found.header().table == header.table, kind, ": expected ", path, " as state of the table ",
-                        of_table.path(), ", got that of another one: delete it to begin anew");
-      TORCH_CHECK_VALUE(found.header().tensors == header.tensors, kind, ": expected ", path,
-                        " as state under the same options, got other tensors: delete it to begin anew");
-    });
+    file = MappedFile::open(
+        kind.c_str(), path, /*writable=*/true, of_table.recovered(), [&](const MappedFile& found) {
+          TORCH_CHECK_VALUE(found.header().kind == kind && found.header().table == header.table,
+                            kind, ": expected ", path, " as state of the table ", of_table.path(),
+                            ", got that of another one: delete it to begin anew");
+          TORCH_CHECK_VALUE(
+              found.header().tensors == header.tensors, kind, ": expected ", path,
+              " as state under the same options, got other tensors: delete it to begin anew");
+        });
   } else {
     file = MappedFile::create(kind.c_str(), path, std::move(header));
     try {

@@ -7,17 +7,22 @@
 
 namespace xsoftmax {
 
-/// Whether steps of the table are to outlive the process: it lies in a file that is open for writing.
-bool lies_in_file(const at::Tensor& table);
+/// Returns whether the table is in a file that is open for writing, so that its updates outlive the
+/// process.
+bool is_in_file(const at::Tensor& table);
 
 struct MappedState {
   std::vector<at::Tensor> tensors;
-  bool existed; ///< the state of steps before
+  bool existed; ///< whether the files held the state of earlier steps
 };
 
-/// What a row optimizer keeps for a table that lies in a file, in a file beside it: `path`.row_adagrad. All of it, the count of steps included, so that an
-/// optimizer of another process goes on with nothing else. Made of the shapes of `like`, zeros, or opened where it is there. `rows_op`: of the optimizer,
-/// "row_adagrad_rows_". initial: of floating state with a row for each of the table's.
-MappedState mapped_state(const at::Tensor& table, std::string rows_op, const std::vector<const char*>& names, at::TensorList like, double initial);
+/// Opens or creates the state of a row optimizer for a table in a file. The state is one file next
+/// to the table's, such as `path`.row_adagrad. It includes the step counter, so an optimizer in
+/// another process can continue from it alone. New tensors have the shapes of `like`: zeros, except
+/// that floating-point state with one row per table row is filled with `initial`. `rows_op` is the
+/// optimizer's operator, such as "row_adagrad_rows_".
+MappedState mapped_state(const at::Tensor& table, std::string rows_op,
+                         const std::vector<const char*>& names, at::TensorList like,
+                         double initial);
 
 } // namespace xsoftmax

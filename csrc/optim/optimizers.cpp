@@ -1,12 +1,13 @@
-#include "core/mapped_file.h"
-#include "core/row_tables.h"
-#include "core/options.h"
-#include "optim/deferred_flushes.h"
+#include "table/files/mapped_file.h"
+#include "table/row_tables.h"
+#include "op/options.h"
+#include "table/updates/deferred_flushes.h"
 #include "optim/mapped_state.h"
-#include "optim/row_states.h"
+#include "table/updates/row_states.h"
 #include "optim/row_step.h"
-#include "optim/settle.h"
+#include "table/updates/pending_updates.h"
 #include "optim/sparse_gradient.h"
+#include "op/find_op.h"
 
 #include <torch/torch.h>
 #include <xsoftmax/optim.h>
@@ -24,19 +25,21 @@ using torch::serialize::OutputArchive;
 using AnyOptions = torch::optim::OptimizerOptions;
 
 struct RowRule {
-  const char *name, *op;                 // its operators are op_state, op_step_, op_flush_
-  std::vector<const char*> state;        // names of the state tensors, in the operators' order
+  const char *name, *op; // Its operators are op_state, op_step_ and op_flush_.
+  std::vector<const char*> state; // names of the state tensors, in the operators' order
   void (*check)(const AnyOptions&);
   std::string (*text)(const AnyOptions&);
-  double (*initial)(const AnyOptions&); // of the state of a row
-  Tensor (*lr)(const AnyOptions&);       // undefined: a number
+  double (*initial)(const AnyOptions&); // initial value of row state
+  Tensor (*lr)(const AnyOptions&); // undefined: the learning rate is a number
   void (*set_lr)(AnyOptions&, const Tensor&);
   void (*save)(OutputArchive&, const torch::optim::Optimizer&);
   void (*load)(InputArchive&, torch::optim::Optimizer&);
 
   template <typename Signature>
   auto find(const char* suffix) const {
-    return c10::Dispatcher::singleton().findSchemaOrThrow((std::string("xsoftmax::") + op + suffix).c_str(), "").typed<Signature>();
+    return c10::Dispatcher::singleton()
+        .findSchemaOrThrow((std::string("xsoftmax::") + op + suffix).c_str(), "")
+        .typed<Signature>();
   }
 };
 
@@ -44,29 +47,37 @@ namespace {
 
 template <typename Options>
 RowRule make_rule(const char* name, const char* op, std::vector<const char*> state) {
-  return {name,
-          op,
-          std::move(state),
-          [](const AnyOptions& options) { static_cast<const Options&>(options).check(); },
-          [](const AnyOptions& options) { return print_options(static_cast<const Options&>(options)); },
-          [](const AnyOptions& options) {
-            if constexpr (std::is_same_v<Options, RowAdagradOptions>) {
-              return static_cast<const Options&>(options).initial_accumulator_value();
-            }
-            return 0.0;
-          },
-          [](const AnyOptions& options) { return static_cast<const Options&>(options).lr_tensor(); },
-          [](AnyOptions& options, const Tensor& lr) { static_cast<Options&>(options).lr_tensor(lr); },
-          [](OutputArchive& archive, const torch::optim::Optimizer& optimizer) { torch::optim::serialize<RowParamState, Options>(archive, optimizer); },
-          [](InputArchive& archive, torch::optim::Optimizer& optimizer) { torch::optim::serialize<RowParamState, Options>(archive, optimizer); }};
+  return {
+      name,
+      op,
+      std::move(state),
+      [](const AnyOptions& options) { static_cast<const Options&>(options).check(); },
+      [](const AnyOptions& options) { return print_options(static_cast<const Options&>(options)); },
+      [](const AnyOptions& options) {
+        if constexpr (std::is_same_v<Options, RowAdagradOptions>) {
+          return static_cast<const Options&>(options).initial_accumulator_value();
+        }
+        return 0.0;
+      },
+      [](const AnyOptions& options) { return static_cast<const Options&>(options).lr_tensor(); },
+      [](AnyOptions& options, const Tensor& lr) { static_cast<Options&>(options).lr_tensor(lr); },
+      [](OutputArchive& archive, const torch::optim::Optimizer& optimizer) {
+        torch::optim::serialize<RowParamState, Options>(archive, optimizer);
+      },
+      [](InputArchive& archive, torch::optim::Optimizer& optimizer) {
+        torch::optim::serialize<RowParamState, Options>(archive, optimizer);
+      }};
 }
 
-const RowRule sgd = make_rule<RowSGDOptions>("RowSGD", "row_sgd", {"step", "momentum_buffer", "last_step", "owed"});
+const RowRule sgd = make_rule<RowSGDOptions>("RowSGD", "row_sgd",
+                                             {"step", "momentum_buffer", "last_step", "pending"});
 const RowRule adagrad = make_rule<RowAdagradOptions>("RowAdagrad", "row_adagrad", {"step", "sum"});
-const RowRule adam = make_rule<RowAdamOptions>("RowAdam", "row_adam", {"step", "exp_avg", "exp_avg_sq", "last_step", "owed"});
+const RowRule adam = make_rule<RowAdamOptions>(
+    "RowAdam", "row_adam", {"step", "exp_avg", "exp_avg_sq", "last_step", "pending"});
 
-// In the operators' order; dense state has the first of them alone.
-std::vector<Tensor> tensors_of(const RowRule& rule, const torch::optim::OptimizerParamState& state) {
+// Returns the tensors in the operators' order. Dense state is a prefix of the row state.
+std::vector<Tensor> tensors_of(const RowRule& rule,
+                               const torch::optim::OptimizerParamState& state) {
   const auto& named = static_cast<const RowParamState&>(state).tensors;
   std::vector<Tensor> tensors;
   for (const char* name : rule.state) {
@@ -82,14 +93,19 @@ void flush_rows(const RowRule& rule, const Tensor& param, const std::vector<Tens
   rule.find<void(const Tensor&, at::TensorList)>("_flush_").call(param, state);
 }
 
-bool keeps_rows(const RowParamState& state) { return state.tensors.at("step").scalar_type() == at::kLong; }
+bool keeps_rows(const RowParamState& state) {
+  return state.tensors.at("step").scalar_type() == at::kLong;
+}
 
-// Advice for the archive of another optimizer.
+// Advice in errors about the archive of another optimizer.
 constexpr const char* kOtherArchive =
-    "Load what the same class of this library saved, or begin with fresh state (in Python, xs.optim takes checkpoints of torch.optim)";
+    "Load what the same class of this library saved, or begin with fresh state (in Python, "
+    "xs.optim takes checkpoints of torch.optim)";
 
-// What the next step of a parameter would refuse of its state, and what does not fit into the file beside its table.
-void check_loaded(const RowRule& rule, const Tensor& param, const std::string& text, const RowParamState& state) {
+// Checks a parameter's loaded state as its next step would, and for a table in a file also that the
+// state fits into the file of its state.
+void check_loaded(const RowRule& rule, const Tensor& param, const std::string& text,
+                  const RowParamState& state) {
   const auto names = [&] {
     std::string list;
     for (const auto& [name, tensor] : state.tensors) {
@@ -97,27 +113,36 @@ void check_loaded(const RowRule& rule, const Tensor& param, const std::string& t
     }
     return list;
   };
-  TORCH_CHECK_VALUE(state.tensors.contains("step"), rule.name, ": expected a state with step, got one of ", names());
+  TORCH_CHECK_VALUE(state.tensors.contains("step"), rule.name,
+                    ": expected a state with step, got one of ", names());
   for (const auto& [name, tensor] : state.tensors) {
     const bool known = std::find(rule.state.begin(), rule.state.end(), name) != rule.state.end();
-    TORCH_CHECK_VALUE(known, rule.name, ": expected no ", name, " in its state, got one of ", names(), ", which is that of another optimizer. ", kOtherArchive);
+    TORCH_CHECK_VALUE(known, rule.name, ": expected no ", name, " in its state, got one of ",
+                      names(), ", which is that of another optimizer. ", kOtherArchive);
   }
   if (!keeps_rows(state)) {
     return;
   }
   std::vector<Tensor> tensors;
   for (const char* name : rule.state) {
-    TORCH_CHECK_VALUE(state.tensors.contains(name), rule.name, ": expected a state of rows with ", name, ", got one of ", names());
+    TORCH_CHECK_VALUE(state.tensors.contains(name), rule.name, ": expected a state of rows with ",
+                      name, ", got one of ", names());
     tensors.push_back(state.tensors.at(name).to(at::kMeta));
   }
   const Tensor like = param.to(at::kMeta);
-  rule.find<void(const Tensor&, at::TensorList)>("_flush_").call(like, tensors); // on meta tensors it checks, and does nothing
-  if (lies_in_file(param)) {
-    const auto in_file = rule.find<std::vector<Tensor>(const Tensor&, bool, std::string_view)>("_state").call(like, true, text);
+  // On meta tensors the flush only checks.
+  rule.find<void(const Tensor&, at::TensorList)>("_flush_").call(like, tensors);
+  if (is_in_file(param)) {
+    const auto in_file =
+        rule.find<std::vector<Tensor>(const Tensor&, bool, std::string_view)>("_state").call(
+            like, true, text);
     for (size_t i = 0; i < in_file.size(); ++i) {
-      TORCH_CHECK_VALUE(tensors[i].sizes() == in_file[i].sizes() && tensors[i].scalar_type() == in_file[i].scalar_type(), rule.name, ": expected ",
-                        rule.state[i], " of shape ", in_file[i].sizes(), " and dtype ", in_file[i].scalar_type(), " for a table in a file, got shape ",
-                        tensors[i].sizes(), " and dtype ", tensors[i].scalar_type());
+      TORCH_CHECK_VALUE(tensors[i].sizes() == in_file[i].sizes() &&
+                            tensors[i].scalar_type() == in_file[i].scalar_type(),
+                        rule.name, ": expected ", rule.state[i], " of shape ", in_file[i].sizes(),
+                        " and dtype ", in_file[i].scalar_type(),
+                        " for a table in a file, got shape ", tensors[i].sizes(), " and dtype ",
+                        tensors[i].scalar_type());
     }
   }
 }
@@ -127,17 +152,21 @@ void at_least_zero(const char* name, const char* option, double value) {
 }
 
 void check_rates(const char* name, double lr, double weight_decay) {
-  TORCH_CHECK_VALUE(lr >= 0 && std::isfinite(lr), name, ": expected lr as a finite number of at least 0, got ", lr);
+  TORCH_CHECK_VALUE(lr >= 0 && std::isfinite(lr), name,
+                    ": expected lr as a finite number of at least 0, got ", lr);
   at_least_zero(name, "weight_decay", weight_decay);
 }
 
 void check_state_dtype(const char* name, std::optional<at::ScalarType> dtype) {
-  TORCH_CHECK_VALUE(!dtype.has_value() || *dtype == at::kFloat || *dtype == at::kBFloat16, name, ": expected state_dtype float32 or bfloat16, got ", *dtype);
+  TORCH_CHECK_VALUE(!dtype.has_value() || *dtype == at::kFloat || *dtype == at::kBFloat16, name,
+                    ": expected state_dtype float32 or bfloat16, got ", *dtype);
 }
 
-double number_of(const Tensor& lr, double number) { return lr.defined() ? lr.item().toDouble() : number; }
+double number_of(const Tensor& lr, double number) {
+  return lr.defined() ? lr.item().toDouble() : number;
+}
 
-// In place, as a captured step reads it.
+// Sets the learning rate in place, because a captured step reads the tensor.
 void set_number(const Tensor& lr, double& number, double value) {
   if (lr.defined()) {
     const torch::NoGradGuard no_grad;
@@ -149,7 +178,8 @@ void set_number(const Tensor& lr, double& number, double value) {
 template <typename Options>
 void read_options(const char* name, Options& options, InputArchive& archive) {
   c10::IValue text;
-  TORCH_CHECK_VALUE(archive.try_read("options", text) && text.isString(), name, ": expected the archive of a ", name, ", got the options ", archive.keys(),
+  TORCH_CHECK_VALUE(archive.try_read("options", text) && text.isString(), name,
+                    ": expected the archive of a ", name, ", got the options ", archive.keys(),
                     " of another optimizer, such as torch::optim's. ", kOtherArchive);
   options = parse_options<Options>(name, text.toStringRef());
   options.check();
@@ -167,8 +197,9 @@ void RowSGDOptions::check() const {
   check_rates("RowSGD", lr(), weight_decay());
   check_state_dtype("RowSGD", state_dtype());
   at_least_zero("RowSGD", "momentum", momentum());
-  TORCH_CHECK_VALUE(!nesterov() || (momentum() > 0 && dampening() == 0), "RowSGD: expected a momentum and no dampening for nesterov, got momentum ", momentum(),
-                    " and dampening ", dampening());
+  TORCH_CHECK_VALUE(!nesterov() || (momentum() > 0 && dampening() == 0),
+                    "RowSGD: expected a momentum and no dampening for nesterov, got momentum ",
+                    momentum(), " and dampening ", dampening());
 }
 
 void RowAdagradOptions::check() const {
@@ -186,7 +217,8 @@ void RowAdamOptions::check() const {
   const auto [beta1, beta2] = betas();
   TORCH_CHECK_VALUE(beta1 >= 0 && beta1 < 1, "RowAdam: expected betas[0] in [0, 1), got ", beta1);
   TORCH_CHECK_VALUE(beta2 >= 0 && beta2 < 1, "RowAdam: expected betas[1] in [0, 1), got ", beta2);
-  TORCH_CHECK_VALUE(beta1 == 0 || beta1 * beta1 < beta2, "RowAdam: expected betas[0]^2 < betas[1], got ", beta1, " and ", beta2);
+  TORCH_CHECK_VALUE(beta1 == 0 || beta1 * beta1 < beta2,
+                    "RowAdam: expected betas[0]^2 < betas[1], got ", beta1, " and ", beta2);
 }
 
 double RowSGDOptions::get_lr() const { return number_of(lr_tensor(), lr()); }
@@ -199,7 +231,9 @@ void RowAdamOptions::set_lr(const double value) { set_number(lr_tensor(), lr(), 
 void RowSGDOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
 void RowSGDOptions::serialize(InputArchive& archive) { read_options("RowSGD", *this, archive); }
 void RowAdagradOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
-void RowAdagradOptions::serialize(InputArchive& archive) { read_options("RowAdagrad", *this, archive); }
+void RowAdagradOptions::serialize(InputArchive& archive) {
+  read_options("RowAdagrad", *this, archive);
+}
 void RowAdamOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
 void RowAdamOptions::serialize(InputArchive& archive) { read_options("RowAdam", *this, archive); }
 
@@ -213,13 +247,17 @@ void RowParamState::serialize(InputArchive& archive) {
   for (const std::string& name : archive.keys()) {
     c10::IValue value;
     archive.read(name, value);
-    TORCH_CHECK_VALUE(value.isTensor(), "load: expected the state of a row optimizer, all of it tensors, got a ", value.tagKind(), " as ", name,
-                      ", which is that of another optimizer, such as torch::optim's. ", kOtherArchive);
+    TORCH_CHECK_VALUE(
+        value.isTensor(), "load: expected the state of a row optimizer, all of it tensors, got a ",
+        value.tagKind(), " as ", name,
+        ", which is that of another optimizer, such as torch::optim's. ", kOtherArchive);
     archive.read(name, tensors[name], /*is_buffer=*/true);
   }
 }
 
-RowOptimizer::RowOptimizer(const RowRule& rule, const std::vector<torch::optim::OptimizerParamGroup>& param_groups, std::unique_ptr<AnyOptions> defaults)
+RowOptimizer::RowOptimizer(const RowRule& rule,
+                           const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                           std::unique_ptr<AnyOptions> defaults)
     : Optimizer(param_groups, std::move(defaults)), rule_(rule) {
   rule_.check(*defaults_);
   for (const auto& group : param_groups_) {
@@ -228,7 +266,7 @@ RowOptimizer::RowOptimizer(const RowRule& rule, const std::vector<torch::optim::
 }
 
 RowOptimizer::~RowOptimizer() {
-  settle_deferred();
+  run_deferred_flushes();
   for_states([&](const Tensor& param, std::vector<Tensor> state) {
     try {
       if (is_capturing(param)) {
@@ -236,21 +274,24 @@ RowOptimizer::~RowOptimizer() {
       } else {
         flush_rows(rule_, param, state);
       }
-    } catch (const c10::Error&) { // a table that has moved elsewhere
+    } catch (const c10::Error&) { // a table whose memory was moved
     }
   });
 }
 
-RowSGD::RowSGD(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, RowSGDOptions defaults)
+RowSGD::RowSGD(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+               RowSGDOptions defaults)
     : RowOptimizer(sgd, param_groups, std::make_unique<RowSGDOptions>(defaults)) {}
-RowAdagrad::RowAdagrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, RowAdagradOptions defaults)
+RowAdagrad::RowAdagrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                       RowAdagradOptions defaults)
     : RowOptimizer(adagrad, param_groups, std::make_unique<RowAdagradOptions>(defaults)) {}
-RowAdam::RowAdam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, RowAdamOptions defaults)
+RowAdam::RowAdam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                 RowAdamOptions defaults)
     : RowOptimizer(adam, param_groups, std::make_unique<RowAdamOptions>(defaults)) {}
 
 Tensor RowOptimizer::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
-  settle_deferred();
+  run_deferred_flushes();
   Tensor loss;
   if (closure != nullptr) {
     const at::AutoGradMode enable_grad(true);
@@ -262,8 +303,10 @@ Tensor RowOptimizer::step(LossClosure closure) {
   std::vector<int64_t> counts;
   std::vector<Tensor> rates;
   bool any_tensor = false;
-  std::vector<std::pair<void*, std::unique_ptr<RowParamState>>> fresh; // joins the optimizer when the step has passed all checks
-  const auto make_state = rule_.find<std::vector<Tensor>(const Tensor&, bool, std::string_view)>("_state");
+  // Added to state_ once the step has passed all checks.
+  std::vector<std::pair<void*, std::unique_ptr<RowParamState>>> fresh;
+  const auto make_state =
+      rule_.find<std::vector<Tensor>(const Tensor&, bool, std::string_view)>("_state");
   for (const auto& group : param_groups_) {
     const std::string text = rule_.text(group.options());
     options.push_back(text);
@@ -285,7 +328,8 @@ Tensor RowOptimizer::step(LossClosure closure) {
         tensors = tensors_of(rule_, *found->second);
       } else {
         if (is_sparse) {
-          sparse_gradient(rule_.name, param.grad()); // which says what is wrong, before state is made
+          // Checks the gradient before state is created.
+          sparse_gradient(rule_.name, param.grad());
         }
         tensors = make_state.call(param, is_sparse || is_row_table(param), text);
         fresh.emplace_back(param.unsafeGetTensorImpl(), std::make_unique<RowParamState>());
@@ -299,7 +343,9 @@ Tensor RowOptimizer::step(LossClosure closure) {
   LearningRates lrs;
   if (any_tensor) {
     for (size_t i = 0; i < rates.size(); ++i) {
-      rates[i] = rates[i].defined() ? rates[i] : at::scalar_tensor(param_groups_[i].options().get_lr(), at::kDouble);
+      rates[i] = rates[i].defined()
+          ? rates[i]
+          : at::scalar_tensor(param_groups_[i].options().get_lr(), at::kDouble);
     }
     lrs = std::move(rates);
   }
@@ -311,8 +357,10 @@ Tensor RowOptimizer::step(LossClosure closure) {
 }
 
 void RowOptimizer::flush() const {
-  settle_deferred();
-  for_states([&](const Tensor& param, const std::vector<Tensor>& state) { flush_rows(rule_, param, state); });
+  run_deferred_flushes();
+  for_states([&](const Tensor& param, const std::vector<Tensor>& state) {
+    flush_rows(rule_, param, state);
+  });
 }
 
 template <typename Visit>
@@ -337,13 +385,18 @@ void RowOptimizer::check_shapes() const {
     for (const Tensor& param : group.params()) {
       const auto found = state_.find(param.unsafeGetTensorImpl());
       if (found != state_.end()) {
-        for (const auto& [name, tensor] : static_cast<const RowParamState&>(*found->second).tensors) {
-          // `owed` has room for steps, not for rows, and an absent tensor is of size 0.
-          const bool is_of_rows = name != "owed" && tensor.dim() > 0 && tensor.numel() > 0;
-          TORCH_CHECK_VALUE(!is_of_rows || tensor.sizes() == param.sizes() || tensor.sizes() == param.sizes().slice(0, std::min<int64_t>(param.dim(), 1)),
-                            rule_.name, ": expected ", name, " of parameter ", number, " with the shape ", param.sizes(),
-                            " of the parameter or a number for each of its rows, got ", tensor.sizes(),
-                            ": a table loads the state of as many rows as it has (resize_classes)");
+        for (const auto& [name, tensor] :
+             static_cast<const RowParamState&>(*found->second).tensors) {
+          // The size of `pending` does not follow from the number of rows, and an absent tensor has
+          // size 0.
+          const bool is_of_rows = name != "pending" && tensor.dim() > 0 && tensor.numel() > 0;
+          TORCH_CHECK_VALUE(
+              !is_of_rows || tensor.sizes() == param.sizes() ||
+                  tensor.sizes() == param.sizes().slice(0, std::min<int64_t>(param.dim(), 1)),
+              rule_.name, ": expected ", name, " of parameter ", number, " with the shape ",
+              param.sizes(), " of the parameter or a number for each of its rows, got ",
+              tensor.sizes(),
+              ": a table loads the state of as many rows as it has (resize_classes)");
         }
       }
       ++number;
@@ -354,7 +407,7 @@ void RowOptimizer::check_shapes() const {
 void RowOptimizer::load(InputArchive& archive) {
   const torch::NoGradGuard no_grad;
   auto replaced = std::move(state_);
-  auto groups = param_groups_; // whose options are copies
+  auto groups = param_groups_; // copies the options
   state_.clear();
   const auto for_loaded = [this](const auto& visit) {
     for (const auto& group : param_groups_) {
@@ -365,19 +418,21 @@ void RowOptimizer::load(InputArchive& archive) {
       }
     }
   };
-  std::map<const void*, std::vector<Tensor>> files; // of parameters, the state beside them
+  // By parameter: the tensors of the state file next to its table.
+  std::map<const void*, std::vector<Tensor>> files;
   try {
     rule_.load(archive, *this);
     check_shapes();
     for_loaded([&](const Tensor& param, const AnyOptions& options, RowParamState& state) {
       for (auto& [name, tensor] : state.tensors) {
-        tensor = tensor.to(param.device()); // a checkpoint may come from another
+        tensor = tensor.to(param.device()); // The checkpoint may come from another device.
       }
       check_loaded(rule_, param, rule_.text(options), state);
     });
-    const auto open = rule_.find<std::vector<Tensor>(const Tensor&, bool, std::string_view)>("_state");
+    const auto open =
+        rule_.find<std::vector<Tensor>(const Tensor&, bool, std::string_view)>("_state");
     for_loaded([&](const Tensor& param, const AnyOptions& options, const RowParamState& state) {
-      if (lies_in_file(param) && keeps_rows(state)) {
+      if (is_in_file(param) && keeps_rows(state)) {
         files[param.unsafeGetTensorImpl()] = open.call(param, true, rule_.text(options));
         table_changes(param);
       }
@@ -388,16 +443,18 @@ void RowOptimizer::load(InputArchive& archive) {
     throw;
   }
   for (const auto& [param, state] : replaced) {
-    forget_debt(tensors_of(rule_, *state));
+    forget_pending(tensors_of(rule_, *state));
   }
-  for (size_t i = 0; i < groups.size(); ++i) { // a captured step reads the tensor, which takes the loaded rate
+  // A captured step reads the learning rate tensor, which therefore takes the loaded value in
+  // place.
+  for (size_t i = 0; i < groups.size(); ++i) {
     if (const Tensor lr = rule_.lr(groups[i].options()); lr.defined()) {
       lr.fill_(param_groups_[i].options().get_lr());
       rule_.set_lr(param_groups_[i].options(), lr);
     }
   }
-  const auto register_debt =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::register_debt", "").typed<void(const Tensor&, at::TensorList, std::string_view)>();
+  const auto register_pending =
+      find_op<void(const Tensor&, at::TensorList, std::string_view)>("xsoftmax::register_pending");
   for_loaded([&](const Tensor& param, const AnyOptions& options, RowParamState& state) {
     if (const auto file = files.find(param.unsafeGetTensorImpl()); file != files.end()) {
       for (size_t i = 0; i < file->second.size(); ++i) {
@@ -407,8 +464,8 @@ void RowOptimizer::load(InputArchive& archive) {
     }
     const std::vector<Tensor> tensors = tensors_of(rule_, state);
     record_row_state(param, tensors, rule_.initial(options));
-    if (state.tensors.contains("owed")) {
-      register_debt.call(param, tensors, rule_.op);
+    if (state.tensors.contains("pending")) {
+      register_pending.call(param, tensors, rule_.op);
     }
   });
 }

@@ -1,8 +1,9 @@
 #include "optim/row_adagrad.h"
 
-#include "core/checks.h"
-#include "core/dtypes.h"
-#include "core/memory.h"
+#include "op/checks.h"
+#include "cpu/dtypes.h"
+#include "cpu/memory.h"
+#include "op/operators.h"
 #include "optim/row_step.h"
 
 #include <ATen/TensorOperators.h>
@@ -23,7 +24,8 @@ enum State { kCount, kSum };
 struct AdagradRule {
   using Options = optim::RowAdagradOptions;
   static constexpr const char* kName = "RowAdagrad";
-  static constexpr const char *kStep = "row_adagrad_step_", *kRows = "row_adagrad_rows_", *kTerms = "row_adagrad_terms_", *kState = "row_adagrad_state",
+  static constexpr const char *kStep = "row_adagrad_step_", *kRows = "row_adagrad_rows_",
+                              *kTerms = "row_adagrad_terms_", *kState = "row_adagrad_state",
                               *kFlush = "row_adagrad_flush_";
   static constexpr size_t kRowState = 2, kDenseState = 2;
   static constexpr std::array<size_t, 1> kHostState{kCount};
@@ -35,13 +37,15 @@ struct AdagradRule {
     }
     const auto elements = element_state_dtype(kState, param, options.state_dtype());
     return {table_empty(options.row_wise() ? param.sizes().slice(0, 1) : param.sizes(),
-                        param.options().dtype(options.row_wise() ? opmath_dtype(param.scalar_type()) : elements))
+                        param.options().dtype(options.row_wise() ? opmath_dtype(param.scalar_type())
+                                                                 : elements))
                 .fill_(options.initial_accumulator_value())};
   }
 
   static void check_rows(const char* op, const Tensor& param, TensorList state) {
     const Tensor& sum = state[kSum];
-    TORCH_CHECK_VALUE(sum.dim() == 1 || sum.dim() == param.dim(), op, ": expected sum of param's shape or [N], got shape ", sum.sym_sizes());
+    TORCH_CHECK_VALUE(sum.dim() == 1 || sum.dim() == param.dim(), op,
+                      ": expected sum of param's shape or [N], got shape ", sum.sym_sizes());
     if (sum.dim() == param.dim()) {
       check_element_state(op, "sum", sum, param);
     } else {
@@ -49,10 +53,14 @@ struct AdagradRule {
     }
   }
 
-  static void check_dense(const char* op, const Tensor& param, TensorList state) { check_dense_state(op, "sum", state[kSum], param); }
+  static void check_dense(const char* op, const Tensor& param, TensorList state) {
+    check_dense_state(op, "sum", state[kSum], param);
+  }
   static void check_step(const ParamStep<Options>&) {}
 
-  static bool fits_kernel(const Tensor& param, TensorList state) { return has_row_view(param) && has_row_view(state[kSum]); }
+  static bool fits_kernel(const Tensor& param, TensorList state) {
+    return has_row_view(param) && has_row_view(state[kSum]);
+  }
 
   static void step_rows(const ParamStep<Options>& item, bool kernel) {
     const Options& options = *item.options;
@@ -60,14 +68,16 @@ struct AdagradRule {
     int64_t& step = *item.state[kCount].mutable_data_ptr<int64_t>();
     const double rate = row_adagrad_rate(options.lr(), options.lr_decay(), step + 1);
     (kernel ? row_adagrad_rows_cpu : row_adagrad_rows_reference)(
-        {item.param, sum, rate, options.weight_decay(), options.eps(), options.stochastic_rounding(), step + 1}, *item.rows, descent_of(options, item.values));
+        {item.param, sum, rate, options.weight_decay(), options.eps(),
+         options.stochastic_rounding(), step + 1},
+        *item.rows, descent_of(options, item.values));
     ++step;
   }
 
   static void flush(const Tensor&, TensorList, bool) {}
   static void record(const Tensor&, TensorList, const Options&) {}
 
-  // Torch fuses Adagrad for the CPU in all releases that this library supports, elsewhere in a few.
+  // All supported releases of torch have a fused Adagrad for the CPU, only a few for other devices.
   static bool can_fuse(const Tensor& param) { return param.is_cpu(); }
 
   static void step_dense(const std::vector<ParamStep<Options>>& items, bool fused) {
@@ -75,13 +85,15 @@ struct AdagradRule {
     const std::vector<Tensor> steps = state_of(items, kCount);
     at::_foreach_add_(steps, 1);
     if (fused) {
-      at::_fused_adagrad_(params_of(items), values_of(items), state_of(items, kSum), steps, options.lr(), options.lr_decay(), options.weight_decay(),
-                          options.eps(), options.maximize());
+      at::_fused_adagrad_(params_of(items), values_of(items), state_of(items, kSum), steps,
+                          options.lr(), options.lr_decay(), options.weight_decay(), options.eps(),
+                          options.maximize());
       return;
     }
     for (const auto& item : items) {
       const Tensor descent = descent_of(options, item.values);
-      const Tensor g = options.weight_decay() != 0 ? descent.add(item.param, options.weight_decay()) : descent;
+      const Tensor g =
+          options.weight_decay() != 0 ? descent.add(item.param, options.weight_decay()) : descent;
       item.state[kSum].addcmul_(g, g);
       const Tensor slower = (item.state[kCount].to(at::kDouble) - 1) * options.lr_decay() + 1;
       const Tensor divisor = item.state[kSum].sqrt().add_(options.eps()).mul_(slower);
@@ -96,15 +108,19 @@ struct AdagradRule {
 
 } // namespace
 
-void row_adagrad_rows_reference(const RowAdagradUpdate& u, const Tensor& rows, const Tensor& values) {
+void row_adagrad_rows_reference(const RowAdagradUpdate& u, const Tensor& rows,
+                                const Tensor& values) {
   auto [ids, g] = touched_rows(rows, values);
   const Tensor old = u.param.index_select(0, ids).to(g.scalar_type());
   if (u.weight_decay != 0) {
     g = g + old.mul(u.weight_decay);
   }
   const Tensor squares = g.square();
-  const Tensor next = u.sum.index_select(0, ids) + (u.sum.dim() < u.param.dim() ? squares.mean(1) : squares);
-  u.sum.index_copy_(0, ids, rounded_rows(next, ids, u.step, u.sum.scalar_type(), RoundingOf::State).to(u.sum.scalar_type()));
+  const Tensor next =
+      u.sum.index_select(0, ids) + (u.sum.dim() < u.param.dim() ? squares.mean(1) : squares);
+  u.sum.index_copy_(0, ids,
+                    rounded_rows(next, ids, u.step, u.sum.scalar_type(), RoundingOf::State)
+                        .to(u.sum.scalar_type()));
   const Tensor root = next.sqrt().add(u.eps);
   Tensor moved = old - g.div(root.dim() < g.dim() ? root.unsqueeze(1) : root).mul(u.lr);
   if (u.stochastic_rounding) {
@@ -113,24 +129,32 @@ void row_adagrad_rows_reference(const RowAdagradUpdate& u, const Tensor& rows, c
   u.param.index_copy_(0, ids, moved.to(u.param.scalar_type()));
 }
 
-RowAdagradNumbers check_row_adagrad_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text,
+RowAdagradNumbers check_row_adagrad_rows(const Tensor& param, TensorList state, const Tensor& rows,
+                                         const Tensor& values, std::string_view text,
                                          const OptionalTensor& lr) {
   const auto options = rows_options<AdagradRule>(text, lr, param, false);
   plan_rows<AdagradRule>(param, state, rows, values, options);
-  return {options.lr(), options.lr_decay(), options.weight_decay(), options.eps(), options.stochastic_rounding(), options.maximize()};
+  return {options.lr(),
+          options.lr_decay(),
+          options.weight_decay(),
+          options.eps(),
+          options.stochastic_rounding(),
+          options.maximize()};
 }
 
-void row_adagrad_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text,
+void row_adagrad_rows_composite(const Tensor& param, TensorList state, const Tensor& rows,
+                                const Tensor& values, std::string_view text,
                                 const OptionalTensor& lr) {
   row_rows_composite<AdagradRule>(param, state, rows, values, text, lr);
 }
 
-void row_adagrad_terms(const Tensor& param, TensorList state, const RowTerms& terms, std::string_view text, const OptionalTensor& lr,
+void row_adagrad_terms(const Tensor& param, TensorList state, const RowTerms& terms,
+                       std::string_view text, const OptionalTensor& lr,
                        const std::function<void()>& take_step) {
   terms_step<AdagradRule>(param, state, terms, text, lr, take_step);
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { define<AdagradRule>(m); }
+XSOFTMAX_OPERATORS(m, kSparseStep<AdagradRule>) { define<AdagradRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { on_any_device<AdagradRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { on_cpu<AdagradRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { on_meta<AdagradRule>(m); }

@@ -5,7 +5,8 @@ namespace xsoftmax {
 
 using at::Tensor;
 
-void row_adagrad_rows_cpu(const RowAdagradUpdate& update, const Tensor& rows, const Tensor& values) {
+void row_adagrad_rows_cpu(const RowAdagradUpdate& update, const Tensor& rows,
+                          const Tensor& values) {
   dispatch_rows(update.param, update.sum, [&](auto zero, auto zero_state) {
     using T = decltype(zero);
     using S = decltype(zero_state);

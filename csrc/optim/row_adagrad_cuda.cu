@@ -1,4 +1,4 @@
-#include "core/impl.h"
+#include "cpu/impl.h"
 #include "optim/row_adagrad.h"
 #include "optim/row_update_cuda.cuh"
 
@@ -13,7 +13,7 @@ using namespace cuda;
 
 enum State { kCount, kSum };
 
-// kRowWise: one sum a row, of type S.
+// kRowWise: one sum per row, of type S.
 template <typename T, typename S, bool kRowWise>
 struct AdagradRows {
   using Scalar = T;
@@ -29,7 +29,7 @@ struct AdagradRows {
 
   struct Row {
     AdagradStep<M> step;
-    M sum; ///< of kRowWise
+    M sum; ///< used if kRowWise
     M rate;
     RowRounding random;
   };
@@ -39,13 +39,16 @@ struct AdagradRows {
   template <bool kAlone>
   __device__ Row begin(int64_t row, M old) const {
     const M lr = M(row_adagrad_rate(rate(), numbers.lr_decay, *steps + 1));
-    return {{lr, M(numbers.weight_decay), M(numbers.eps)}, old, 0, rounding_of<T, S>(*steps + 1, row, numbers.stochastic_rounding)};
+    return {{lr, M(numbers.weight_decay), M(numbers.eps)},
+            old,
+            0,
+            rounding_of<T, S>(*steps + 1, row, numbers.stochastic_rounding)};
   }
 
   template <int N>
   struct Elements {
     Pack<T, N> param;
-    Pack<S, N> sums; ///< not of kRowWise
+    Pack<S, N> sums; ///< unused if kRowWise
   };
 
   template <int N>
@@ -74,7 +77,8 @@ struct AdagradRows {
   }
 
   template <int N>
-  __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d, const M (&g)[N]) const {
+  __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d,
+                         const M (&g)[N]) const {
     M next[N], sums[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -104,14 +108,22 @@ struct AdagradRows {
 };
 
 template <typename T, typename S, bool kRowWise>
-void step_rows_of(const Tensor& param, TensorList state, const GradientOfRows& gradient, const RowAdagradNumbers& numbers, const LearningRate& rate) {
-  AdagradRows<T, S, kRowWise> rule{device_rows<T>(param), device_rows<S>(state[kSum]), state[kCount].const_data_ptr<int64_t>(), numbers, rate, false};
+void step_rows_of(const Tensor& param, TensorList state, const GradientOfRows& gradient,
+                  const RowAdagradNumbers& numbers, const LearningRate& rate) {
+  AdagradRows<T, S, kRowWise> rule{device_rows<T>(param),
+                                   device_rows<S>(state[kSum]),
+                                   state[kCount].const_data_ptr<int64_t>(),
+                                   numbers,
+                                   rate,
+                                   false};
   constexpr int64_t kPack = 16 / sizeof(T);
-  rule.wide = rule.param.packs(kPack) && (kRowWise || rule.sum.packs(kPack)) && (param.dim() < 2 || param.size(1) % kPack == 0);
+  rule.wide = rule.param.packs(kPack) && (kRowWise || rule.sum.packs(kPack)) &&
+      (param.dim() < 2 || param.size(1) % kPack == 0);
   update_rows(rule, numbers.maximize ? gradient.negated() : gradient, param.size(0));
 }
 
-void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient, const RowAdagradNumbers& numbers, const OptionalTensor& lr) {
+void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient,
+               const RowAdagradNumbers& numbers, const OptionalTensor& lr) {
   Tensor kept;
   const LearningRate rate = learning_rate(numbers.lr, lr, param, kept);
   dispatch_rows(param, state[kSum], [&](auto zero, auto zero_state) {
@@ -128,9 +140,12 @@ void step_rows(const Tensor& param, TensorList state, const GradientOfRows& grad
   state[kCount].add_(1);
 }
 
-bool fits(const Tensor& param, TensorList state) { return !use_reference() && has_row_view(param) && has_row_view(state[kSum]); }
+bool fits(const Tensor& param, TensorList state) {
+  return !use_reference() && has_row_view(param) && has_row_view(state[kSum]);
+}
 
-void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options,
+void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows,
+                           const Tensor& values, std::string_view options,
                            const OptionalTensor& lr) {
   const RowAdagradNumbers numbers = check_row_adagrad_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
@@ -141,24 +156,13 @@ void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& 
   }
 }
 
-void row_adagrad_terms_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& sources, const Tensor& coefficients, const Tensor& input,
-                            std::string_view options, const OptionalTensor& lr) {
-  const RowTerms terms{rows, sources, coefficients, input};
-  const c10::cuda::CUDAGuard guard(param.device());
-  row_adagrad_terms(param, state, terms, options, lr, [&] {
-    if (fits(param, state) && takes_terms(terms, param.size(0))) {
-      step_rows(param, state, GradientOfRows(terms), check_row_adagrad_rows(param, state, rows, shape_of_values(terms), options, lr), lr);
-    } else {
-      row_adagrad_rows_cuda(param, state, rows, values_of(terms), options, lr);
-    }
-  });
-}
-
 } // namespace
 
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
   m.impl("row_adagrad_rows_", row_adagrad_rows_cuda);
-  m.impl("row_adagrad_terms_", row_adagrad_terms_cuda);
+  m.impl("row_adagrad_terms_",
+         step_by_terms<row_adagrad_terms, check_row_adagrad_rows, fits, step_rows,
+                       row_adagrad_rows_cuda>);
 }
 
 } // namespace xsoftmax

@@ -1,7 +1,7 @@
-#include "core/impl.h"
+#include "cpu/impl.h"
 #include "optim/row_adam.h"
 #include "optim/row_update_cuda.cuh"
-#include "optim/settle.h"
+#include "table/updates/pending_updates.h"
 
 #include <torch/library.h>
 
@@ -12,9 +12,9 @@ using at::Tensor;
 using at::TensorList;
 using namespace cuda;
 
-enum State { kCount, kExpAvg, kExpAvgSq, kLastStep, kOwed };
+enum State { kCount, kExpAvg, kExpAvgSq, kLastStep, kPending };
 
-// kRowWise: one second moment a row, of type M; else both have type S.
+// kRowWise: one second moment per row, of type M; otherwise both moments have type S.
 template <typename T, typename S, bool kRowWise>
 struct AdamRows {
   using Scalar = T;
@@ -26,8 +26,8 @@ struct AdamRows {
   DeviceRows<S> exp_avg;
   DeviceRows<Second> exp_avg_sq;
   DeviceRows<int32_t> last_step;
-  Owing owing;
-  RowAdamNumbers numbers; // of a step
+  Deferred deferred;
+  RowAdamNumbers numbers; // of the current step
   LearningRate lr;
   StepDecay decay;
   double ratio;
@@ -37,31 +37,41 @@ struct AdamRows {
     AdamStep<M> step;
     int32_t number;
     RowRounding random;
-    M second, owed, rate; ///< of kRowWise
+    M second, pending, rate; ///< used if kRowWise
   };
 
   struct Old {
     int32_t step;
-    M second; ///< of kRowWise
+    M second; ///< used if kRowWise
   };
-  __device__ Old read(int64_t row) const { return {*last_step[row], kRowWise ? M(*exp_avg_sq[row]) : M(0)}; }
+  __device__ Old read(int64_t row) const {
+    return {*last_step[row], kRowWise ? M(*exp_avg_sq[row]) : M(0)};
+  }
 
   template <bool kAlone>
   __device__ Row begin(int64_t row, Old old) const {
-    const int64_t s = old.step, t = *owing.step + 1;
+    const int64_t s = old.step, t = *deferred.step + 1;
     const RowAdamNumbers& n = numbers;
     double power[5];
-    powers<kAlone>(power, [&](int i) { return i == 0 || i == 3 ? n.beta1 : n.beta2; }, [&](int i) { return i < 2 ? t - s : (i == 2 ? s : t); });
+    powers<kAlone>(
+        power, [&](int i) { return i == 0 || i == 3 ? n.beta1 : n.beta2; },
+        [&](int i) { return i < 2 ? t - s : (i == 2 ? s : t); });
     const double step_size = row_adam_step_size(lr(), power[3]), scale = row_adam_scale(power[4]);
-    const auto step = row_adam_coefficients<M>(n, owing.debt(s, ratio), decay(), step_size, scale, power[0], power[1], power[2]);
-    return {step, int32_t(t), rounding_of<T, S>(t, row, n.stochastic_rounding), old.second, kRowWise ? adam_row_owed(old.second, step) : M(0), M(0)};
+    const auto step = row_adam_coefficients<M>(n, deferred.entry_of(s, ratio), decay(), step_size,
+                                               scale, power[0], power[1], power[2]);
+    return {step,
+            int32_t(t),
+            rounding_of<T, S>(t, row, n.stochastic_rounding),
+            old.second,
+            kRowWise ? adam_row_pending(old.second, step) : M(0),
+            M(0)};
   }
 
   template <int N>
   struct Elements {
     Pack<T, N> param;
     Pack<S, N> first;
-    Pack<S, N> second; ///< not of kRowWise
+    Pack<S, N> second; ///< unused if kRowWise
   };
 
   template <int N>
@@ -69,7 +79,8 @@ struct AdamRows {
     if constexpr (kRowWise) {
       return {load_pack<N>(param[row] + d), load_pack<N>(exp_avg[row] + d), {}};
     } else {
-      return {load_pack<N>(param[row] + d), load_pack<N>(exp_avg[row] + d), load_pack<N>(exp_avg_sq[row] + d)};
+      return {load_pack<N>(param[row] + d), load_pack<N>(exp_avg[row] + d),
+              load_pack<N>(exp_avg_sq[row] + d)};
     }
   }
 
@@ -89,7 +100,8 @@ struct AdamRows {
   }
 
   template <int N>
-  __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d, const M (&g)[N]) const {
+  __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d,
+                         const M (&g)[N]) const {
     const AdamStep<M>& s = of_row.step;
     M next[N], first[N], second[N];
 #pragma unroll
@@ -97,11 +109,11 @@ struct AdamRows {
       M w = M(old.param.values[i]), decay_left = s.decay;
       first[i] = M(old.first.values[i]);
       if constexpr (kRowWise) {
-        next[i] = adam_row_element(w, first[i], g[i], s, of_row.owed, of_row.rate);
+        next[i] = adam_row_element(w, first[i], g[i], s, of_row.pending, of_row.rate);
       } else {
         second[i] = M(old.second.values[i]);
-        if (s.owed != 0) {
-          w = adam_owed_element(w, first[i], second[i], s);
+        if (s.pending != 0) {
+          w = adam_pending_element(w, first[i], second[i], s);
           decay_left = 1;
         }
         next[i] = adam_element(w, first[i], second[i], g[i], s, decay_left, s.keep1, s.keep2);
@@ -110,9 +122,10 @@ struct AdamRows {
     put(of_row.random, row, d, next, first, second, true);
   }
 
-  /// Param, and where `moments` the moments, as they are stored.
+  /// Stores param and, if `moments`, the moments, rounded to their stored types.
   template <int N>
-  __device__ void put(const RowRounding& random, int64_t row, int64_t d, M (&next)[N], M (&first)[N], M (&second)[N], bool moments) const {
+  __device__ void put(const RowRounding& random, int64_t row, int64_t d, M (&next)[N],
+                      M (&first)[N], M (&second)[N], bool moments) const {
     if (moments) {
       round_pack<S>(first, random, d, StateBits());
       store_pack(exp_avg[row] + d, first);
@@ -135,34 +148,40 @@ struct AdamRows {
   }
 
   template <int N, bool kAlone>
-  __device__ void make_up(Due due, int64_t row, int64_t width, int thread) const {
-    const int64_t s = *last_step[row], t = *owing.step;
+  __device__ void catch_up(Due due, int64_t row, int64_t width, int thread) const {
+    const int64_t s = *last_step[row], t = *deferred.step;
     if (s >= t) {
       return;
     }
     const bool rebase = due == Due::Rebase;
-    const RowAdamNumbers past{0, owing.owed[1], owing.owed[2], owing.owed[3], 0, false};
-    const OwedDebt debt = owed_table(owing.owed, owing.capacity, t, row_adam_ratio(past.beta1, past.beta2))(s);
-    if (s == 0 && debt.decay == 1) {
+    const RowAdamNumbers past{
+        0, deferred.pending[1], deferred.pending[2], deferred.pending[3], 0, false};
+    const PendingEntry pending = pending_table(deferred.pending, deferred.capacity, t,
+                                               row_adam_ratio(past.beta1, past.beta2))(s);
+    if (s == 0 && pending.decay == 1) {
       return;
     }
     const int64_t since = rebase ? t - s : 0;
     double power[3];
-    powers<kAlone>(power, [&](int i) { return i == 0 ? past.beta1 : past.beta2; }, [&](int i) { return i < 2 ? since : s; });
-    const auto step = row_adam_coefficients<M>(past, debt, 1, 0, 0, power[0], power[1], power[2]);
-    const RowRounding random = rounding_of<T, S>(t, row, owing.rounded());
-    M owed = 0;
+    powers<kAlone>(
+        power, [&](int i) { return i == 0 ? past.beta1 : past.beta2; },
+        [&](int i) { return i < 2 ? since : s; });
+    const auto step =
+        row_adam_coefficients<M>(past, pending, 1, 0, 0, power[0], power[1], power[2]);
+    const RowRounding random = rounding_of<T, S>(t, row, deferred.rounded());
+    M movement = 0;
     if constexpr (kRowWise) {
       const M old = *exp_avg_sq[row];
-      owed = adam_row_owed(old, step);
+      movement = adam_row_pending(old, step);
       if constexpr (!kAlone) {
-        __syncwarp(); // all have read it
+        __syncwarp(); // all lanes have read it
       }
       if (rebase && thread == 0) {
         *exp_avg_sq[row] = step.keep2 * old;
       }
     }
-    if (rebase && s != 0 && thread == 0) { // all have read it: powers and the return above wait for them
+    // All lanes have read last_step: powers() and the return above wait for them.
+    if (rebase && s != 0 && thread == 0) {
       *last_step[row] = int32_t(t);
     }
     constexpr int kTeam = kAlone ? 1 : kWarp;
@@ -174,9 +193,9 @@ struct AdamRows {
         const M w = M(old.param.values[i]), moment = M(old.first.values[i]);
         first[i] = step.keep1 * moment;
         if constexpr (kRowWise) {
-          next[i] = step.decay * w - owed * moment;
+          next[i] = step.decay * w - movement * moment;
         } else {
-          next[i] = adam_owed_element(w, moment, M(old.second.values[i]), step);
+          next[i] = adam_pending_element(w, moment, M(old.second.values[i]), step);
           second[i] = step.keep2 * M(old.second.values[i]);
         }
       }
@@ -185,62 +204,71 @@ struct AdamRows {
   }
 };
 
-// What rows that owe step t move by.
+// Returns the movement per unit of direction of rows for which step t is a pending step.
 struct AdamRate {
   LearningRate lr;
   double beta1, beta2;
-  __device__ double operator()(int64_t t) const { return row_adam_owed_rate(lr(), integer_power(beta1, t), integer_power(beta2, t)); }
+  __device__ double operator()(int64_t t) const {
+    return row_adam_pending_rate(lr(), integer_power(beta1, t), integer_power(beta2, t));
+  }
 };
 
 template <typename T, typename S, bool kRowWise>
-AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state, const Owing& owing, const RowAdamNumbers& numbers, const LearningRate& lr) {
+AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state, const Deferred& deferred,
+                                   const RowAdamNumbers& numbers, const LearningRate& lr) {
   using Rows = AdamRows<T, S, kRowWise>;
   Rows rows{device_rows<T>(param),
             device_rows<S>(state[kExpAvg]),
             device_rows<typename Rows::Second>(state[kExpAvgSq]),
             device_rows<int32_t>(state[kLastStep]),
-            owing,
+            deferred,
             numbers,
             lr,
             StepDecay(lr, numbers.weight_decay),
             row_adam_ratio(numbers.beta1, numbers.beta2),
             false};
   constexpr int64_t kPack = 16 / sizeof(T);
-  rows.wide =
-      rows.param.packs(kPack) && rows.exp_avg.packs(kPack) && (kRowWise || rows.exp_avg_sq.packs(kPack)) && (param.dim() < 2 || param.size(1) % kPack == 0);
+  rows.wide = rows.param.packs(kPack) && rows.exp_avg.packs(kPack) &&
+      (kRowWise || rows.exp_avg_sq.packs(kPack)) && (param.dim() < 2 || param.size(1) % kPack == 0);
   return rows;
 }
 
-/// Calls function(rule) with the one that fits the types of the parameter and its state.
+/// Calls function(rule) with the rule for the types of the parameter and its state.
 template <typename Function>
-void with_rule(const Tensor& param, TensorList state, const Owing& owing, const RowAdamNumbers& numbers, const LearningRate& lr, const Function& function) {
+void with_rule(const Tensor& param, TensorList state, const Deferred& deferred,
+               const RowAdamNumbers& numbers, const LearningRate& lr, const Function& function) {
   dispatch_rows(param, state[kExpAvg], [&](auto zero, auto zero_state) {
     using T = decltype(zero);
     using S = decltype(zero_state);
     if (one_second_moment(param, state[kExpAvg], state[kExpAvgSq])) {
-      function(adam_rows<T, S, true>(param, state, owing, numbers, lr));
+      function(adam_rows<T, S, true>(param, state, deferred, numbers, lr));
     } else {
-      function(adam_rows<T, S, false>(param, state, owing, numbers, lr));
+      function(adam_rows<T, S, false>(param, state, deferred, numbers, lr));
     }
   });
 }
 
 bool fits(const Tensor& param, TensorList state) {
-  return !use_reference() && has_row_view(param) && has_row_view(state[kExpAvg]) && has_row_view(state[kExpAvgSq]);
+  return !use_reference() && has_row_view(param) && has_row_view(state[kExpAvg]) &&
+      has_row_view(state[kExpAvgSq]);
 }
 
-void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient, const RowAdamNumbers& numbers, const OptionalTensor& lr) {
-  const Owing steps = owing(state[kCount], state[kOwed], numbers.beta1, numbers.beta2, numbers.eps, numbers.stochastic_rounding);
+void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient,
+               const RowAdamNumbers& numbers, const OptionalTensor& lr) {
+  const Deferred steps = deferred(state[kCount], state[kPending], numbers.beta1, numbers.beta2,
+                                  numbers.eps, numbers.stochastic_rounding);
   Tensor kept;
   const LearningRate rate = learning_rate(numbers.lr, lr, param, kept);
   with_rule(param, state, steps, numbers, rate, [&](const auto& rule) {
-    make_up(rule, param);
+    catch_up(rule, param);
     update_rows(rule, numbers.maximize ? gradient.negated() : gradient, param.size(0));
-    advance(steps, AdamRate{rate, numbers.beta1, numbers.beta2}, rule.ratio, rule.decay, /*always=*/true);
+    advance(steps, AdamRate{rate, numbers.beta1, numbers.beta2}, rule.ratio, rule.decay,
+            /*always=*/true);
   });
 }
 
-void row_adam_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options, const OptionalTensor& lr) {
+void row_adam_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows,
+                        const Tensor& values, std::string_view options, const OptionalTensor& lr) {
   const RowAdamNumbers numbers = check_row_adam_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
   if (fits(param, state)) {
@@ -248,19 +276,6 @@ void row_adam_rows_cuda(const Tensor& param, TensorList state, const Tensor& row
   } else {
     row_adam_rows_composite(param, state, rows, values, options, lr);
   }
-}
-
-void row_adam_terms_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& sources, const Tensor& coefficients, const Tensor& input,
-                         std::string_view options, const OptionalTensor& lr) {
-  const RowTerms terms{rows, sources, coefficients, input};
-  const c10::cuda::CUDAGuard guard(param.device());
-  row_adam_terms(param, state, terms, options, lr, [&] {
-    if (fits(param, state) && takes_terms(terms, param.size(0))) {
-      step_rows(param, state, GradientOfRows(terms), check_row_adam_rows(param, state, rows, shape_of_values(terms), options, lr), lr);
-    } else {
-      row_adam_rows_cuda(param, state, rows, values_of(terms), options, lr);
-    }
-  });
 }
 
 void row_adam_flush_cuda(const Tensor& param, TensorList state) {
@@ -273,17 +288,18 @@ void row_adam_flush_cuda(const Tensor& param, TensorList state) {
     row_adam_flush_composite(param, state);
     return;
   }
-  const Owing steps = owing(state[kCount], state[kOwed]);
-  with_rule(param, state, steps, {}, {}, [&](const auto& rule) { make_up(rule, param); });
-  settle_owed(steps);
-  made_up(param, state);
+  const Deferred steps = deferred(state[kCount], state[kPending]);
+  with_rule(param, state, steps, {}, {}, [&](const auto& rule) { catch_up(rule, param); });
+  clear_pending(steps);
+  caught_up(param, state);
 }
 
 } // namespace
 
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
   m.impl("row_adam_rows_", row_adam_rows_cuda);
-  m.impl("row_adam_terms_", row_adam_terms_cuda);
+  m.impl("row_adam_terms_",
+         step_by_terms<row_adam_terms, check_row_adam_rows, fits, step_rows, row_adam_rows_cuda>);
   m.impl("row_adam_flush_", row_adam_flush_cuda);
 }
 

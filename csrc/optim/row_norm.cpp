@@ -1,8 +1,9 @@
 #include "optim/row_norm.h"
 
-#include "core/checks.h"
-#include "core/dtypes.h"
-#include "scores/row_gradient.h"
+#include "op/checks.h"
+#include "cpu/dtypes.h"
+#include "op/operators.h"
+#include "table/row_gradient.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -18,7 +19,8 @@ void check_row_norm(const Tensor& rows, const Tensor& values, double norm_type) 
   check::dim(op, "rows", rows, 1);
   check::int64(op, "rows", rows);
   check::floating(op, "values", values);
-  TORCH_CHECK_VALUE(values.dim() == 1 || values.dim() == 2, op, ": expected values with 1 or 2 dimensions, got shape ", values.sym_sizes());
+  TORCH_CHECK_VALUE(values.dim() == 1 || values.dim() == 2, op,
+                    ": expected values with 1 or 2 dimensions, got shape ", values.sym_sizes());
   check::same_device(op, "rows", rows, "values", values);
   check::size(op, "values", values, 0, rows.sym_size(0), "the length of rows");
   TORCH_CHECK_VALUE(norm_type > 0, op, ": expected norm_type above 0, got ", norm_type);
@@ -38,8 +40,12 @@ static Tensor row_norm_meta(const Tensor& rows, const Tensor& values, double nor
   return at::empty({}, values.options().dtype(opmath_dtype(values.scalar_type())));
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("row_norm(Tensor rows, Tensor values, float norm_type=2.) -> Tensor"); }
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("row_norm", row_norm_reference); }
+XSOFTMAX_OPERATORS(m) {
+  m.def("row_norm(Tensor rows, Tensor values, float norm_type=2.) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("row_norm", row_norm_reference);
+}
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("row_norm", row_norm_meta); }
 
 } // namespace xsoftmax

@@ -1,4 +1,4 @@
-#include "core/impl.h"
+#include "cpu/impl.h"
 #include "optim/row_norm.h"
 #include "optim/row_update_cpu.h"
 
@@ -12,7 +12,8 @@ namespace {
 
 using at::Tensor;
 
-// Sums (or for p = infinity, the largest) of the powers of each group, in the order of the groups.
+// Combines the sums of powers (for p = infinity, the maxima) of the groups, in their order, into
+// the norm.
 double combine(const std::vector<double>& powers, double p) {
   double total = 0;
   for (const double power : powers) {
@@ -34,8 +35,9 @@ double norm_of_groups(const Tensor& rows, const Tensor& values, double p) {
     std::vector<opmath<T>> sum(width);
     for (int64_t g = first; g < last; ++g) {
       const auto members = groups[g];
-      const opmath<T>* of_row = kernels.sum_rows(sum.data(), const_data<T>(values), members.data(), int64_t(members.size()), width);
-      if (of_row == nullptr) { // whose powers are not 0 for all p
+      const opmath<T>* of_row = kernels.sum_rows(sum.data(), const_data<T>(values), members.data(),
+                                                 int64_t(members.size()), width);
+      if (of_row == nullptr) { // power_sum(0) is computed like any other
         std::fill(sum.begin(), sum.end(), opmath<T>(0));
       }
       powers[g] = double(kernels.power_sum(of_row == nullptr ? sum.data() : of_row, p, width));
@@ -49,8 +51,9 @@ Tensor row_norm_cpu(const Tensor& rows, const Tensor& values, double norm_type) 
   if (use_reference()) {
     return row_norm_reference(rows, values, norm_type);
   }
-  const double norm =
-      dispatch_floating(values.scalar_type(), [&](auto zero) { return norm_of_groups<decltype(zero)>(rows.contiguous(), values.contiguous(), norm_type); });
+  const double norm = dispatch_floating(values.scalar_type(), [&](auto zero) {
+    return norm_of_groups<decltype(zero)>(rows.contiguous(), values.contiguous(), norm_type);
+  });
   return at::scalar_tensor(norm, values.options().dtype(opmath_dtype(values.scalar_type())));
 }
 

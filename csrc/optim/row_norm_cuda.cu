@@ -1,4 +1,4 @@
-#include "core/impl.h"
+#include "cpu/impl.h"
 #include "optim/row_norm.h"
 #include "optim/row_update_cuda.cuh"
 
@@ -14,7 +14,7 @@ namespace {
 using at::Tensor;
 using namespace cuda;
 
-// The p-norm as a reduction: the sum of powers, or for p = infinity the largest, which a NaN is.
+// The p-norm as a reduction: the sum of powers or, for p = infinity, the maximum. NaN propagates.
 struct Norm {
   double p;
   bool largest; ///< p = infinity
@@ -28,24 +28,28 @@ struct Norm {
   __device__ M join(M a, M b) const {
     return !largest ? a + b : (a != a || a > b ? a : b);
   }
-  __device__ double root(double total) const { return largest || p == 1 ? total : (p == 2 ? std::sqrt(total) : std::pow(total, 1 / p)); }
-  /// Over the block; the order is fixed.
+  __device__ double root(double total) const {
+    return largest || p == 1 ? total : (p == 2 ? std::sqrt(total) : std::pow(total, 1 / p));
+  }
+  /// Reduces over the block in a fixed order.
   __device__ double over_block(double mine) const {
     __shared__ double storage[kWarp];
     return block_reduce(mine, 0.0, storage, [this](double x) {
       for (int distance = kWarp / 2; distance > 0; distance /= 2) {
         const double other = __shfl_xor_sync(kAllLanes, x, distance);
-        x = lane() & distance ? join(other, x) : join(x, other); // in all lanes the same of two NaN
+        // All lanes agree, even on two NaN.
+        x = lane() & distance ? join(other, x) : join(x, other);
       }
       return x;
     });
   }
 };
 
-// A warp a row: the first of equal rows sums them. So many `parts`, whose sums depend on nothing else. Bytes at least: values once in. They are, and
-// 16 bytes a row for its place.
+// One warp per row; the first of equal rows sums them. The sum of a part depends only on `parts`,
+// not on the grid. Reads values once, plus 16 bytes per row for its position.
 template <typename T, int N>
-__global__ void __launch_bounds__(kThreads, 2) norm_kernel(double* partial, int64_t parts, SortedGradient<T> g, Norm norm) {
+__global__ void __launch_bounds__(kThreads, 2)
+    norm_kernel(double* partial, int64_t parts, SortedGradient<T> g, Norm norm) {
   using M = at::opmath_type<T>;
   constexpr int K = kHeld<N>;
   constexpr int64_t kStride = kWarp * N, kWarps = kThreads / kWarp;
@@ -63,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 2) norm_kernel(double* partial, int6
         for (int k = 0; k < K; ++k) {
 #pragma unroll
           for (int n = 0; n < N; ++n) {
-            of_row = norm.join(of_row, norm.power(sum[k][n])); // 0 behind the last column
+            of_row = norm.join(of_row, norm.power(sum[k][n])); // 0 past the last column
           }
         }
       }
@@ -76,9 +80,10 @@ __global__ void __launch_bounds__(kThreads, 2) norm_kernel(double* partial, int6
   }
 }
 
-// One block.
+// Combines the parts; one block.
 template <typename M>
-__global__ void __launch_bounds__(kThreads, 2) finish_norm_kernel(M* result, const double* partial, int64_t count, Norm norm) {
+__global__ void __launch_bounds__(kThreads, 2)
+    finish_norm_kernel(M* result, const double* partial, int64_t count, Norm norm) {
   double total = 0;
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
     total = norm.join(total, partial[i]);
@@ -91,20 +96,25 @@ __global__ void __launch_bounds__(kThreads, 2) finish_norm_kernel(M* result, con
 
 template <typename T>
 void launch_norm(const Tensor& result, const Tensor& rows, const Tensor& values, double p) {
-  const GradientOnDevice<T> gradient({rows, values}, /*num_rows=*/std::numeric_limits<int64_t>::max());
+  const GradientOnDevice<T> gradient({rows, values},
+                                     /*num_rows=*/std::numeric_limits<int64_t>::max());
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  constexpr int64_t kBlocks = 1024; // no more than one block joins in the end, and enough to fill any device
+  // At most what one block combines quickly, and enough to fill any device.
+  constexpr int64_t kBlocks = 1024;
   const Norm norm{p, p == std::numeric_limits<double>::infinity()};
-  const unsigned blocks = unsigned(std::min<int64_t>(grid_size(gradient.view.count, kThreads / kWarp), kBlocks));
+  const unsigned blocks =
+      unsigned(std::min<int64_t>(grid_size(gradient.view.count, kThreads / kWarp), kBlocks));
   const Tensor partial = at::empty({int64_t(blocks)}, values.options().dtype(at::kDouble));
   dispatch_pack<T>(gradient.wide(), [&](auto pack) {
     constexpr int N = decltype(pack)::value;
     gradient.template sum_chunks<N>();
-    norm_kernel<T, N><<<blocks, kThreads, 0, stream>>>(partial.mutable_data_ptr<double>(), int64_t(blocks), gradient.view, norm);
+    norm_kernel<T, N><<<blocks, kThreads, 0, stream>>>(partial.mutable_data_ptr<double>(),
+                                                       int64_t(blocks), gradient.view, norm);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
   using M = at::opmath_type<T>;
-  finish_norm_kernel<M><<<1, kThreads, 0, stream>>>(result.mutable_data_ptr<M>(), partial.const_data_ptr<double>(), int64_t(blocks), norm);
+  finish_norm_kernel<M><<<1, kThreads, 0, stream>>>(
+      result.mutable_data_ptr<M>(), partial.const_data_ptr<double>(), int64_t(blocks), norm);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -1,11 +1,13 @@
 #include "optim/row_sgd.h"
 
-#include "core/checks.h"
-#include "core/dtypes.h"
-#include "core/mapped_file.h"
-#include "core/memory.h"
-#include "optim/owing_rule.h"
+#include "op/checks.h"
+#include "cpu/dtypes.h"
+#include "op/operators.h"
+#include "table/files/mapped_file.h"
+#include "cpu/memory.h"
+#include "optim/pending_rule.h"
 #include "optim/row_step.h"
+#include "op/find_op.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_foreach_add.h>
@@ -24,12 +26,14 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 
-enum State { kCount, kBuffer, kLastStep, kOwed };
+enum State { kCount, kBuffer, kLastStep, kPending };
 
-// A buffer that was not needed yet is [0].
-bool has_buffer(const Tensor& param, TensorList state) { return state[kBuffer].sizes() == param.sizes(); }
+// The buffer is [0] until a step needs it.
+bool has_buffer(const Tensor& param, TensorList state) {
+  return state[kBuffer].sizes() == param.sizes();
+}
 
-// The buffer of steps with a momentum; true: it was not there.
+// Allocates the buffer for steps with momentum. Returns true if it did not exist before.
 bool make_buffer(const Tensor& param, TensorList state) {
   const bool missing = !has_buffer(param, state);
   if (missing) {
@@ -38,26 +42,32 @@ bool make_buffer(const Tensor& param, TensorList state) {
   return missing;
 }
 
-struct SgdRule : OwingRule<SgdRule> {
+struct SgdRule : PendingRule<SgdRule> {
   using Options = optim::RowSGDOptions;
   static constexpr const char* kName = "RowSGD";
-  static constexpr const char *kStep = "row_sgd_step_", *kRows = "row_sgd_rows_", *kTerms = "row_sgd_terms_", *kState = "row_sgd_state",
+  static constexpr const char *kStep = "row_sgd_step_", *kRows = "row_sgd_rows_",
+                              *kTerms = "row_sgd_terms_", *kState = "row_sgd_state",
                               *kFlush = "row_sgd_flush_";
   static constexpr size_t kRowState = 4, kDenseState = 2;
-  static constexpr std::array<size_t, 2> kHostState{kCount, kOwed};
-  static constexpr std::array<const char*, kRowState> kNames{"step", "momentum_buffer", "last_step", "owed"};
+  static constexpr std::array<size_t, 2> kHostState{kCount, kPending};
+  static constexpr std::array<const char*, kRowState> kNames{"step", "momentum_buffer", "last_step",
+                                                             "pending"};
 
   static std::vector<Tensor> new_state(const Tensor& param, bool rows, const Options& options) {
-    const auto dtype = param.options().dtype(rows ? element_state_dtype(kState, param, options.state_dtype()) : param.scalar_type());
+    const auto dtype = param.options().dtype(
+        rows ? element_state_dtype(kState, param, options.state_dtype()) : param.scalar_type());
     const bool buffer = options.momentum() != 0;
     if (!rows) {
       return {buffer ? at::zeros_like(param) : at::empty({0}, dtype)};
     }
-    return {buffer ? table_zeros(param.sizes(), dtype) : at::empty({0}, dtype), table_zeros({param.size(0)}, dtype.dtype(at::kInt)),
-            OwedSteps::make(param.size(0), param.device())};
+    return {buffer ? table_zeros(param.sizes(), dtype) : at::empty({0}, dtype),
+            table_zeros({param.size(0)}, dtype.dtype(at::kInt)),
+            PendingSteps::make(param.size(0), param.device())};
   }
 
-  static void check_rows(const char* op, const Tensor& param, TensorList state) { check_row_sgd_state(op, param, state); }
+  static void check_rows(const char* op, const Tensor& param, TensorList state) {
+    check_row_sgd_state(op, param, state);
+  }
 
   static void check_dense(const char* op, const Tensor& param, TensorList state) {
     if (state[kBuffer].dim() != 1 || state[kBuffer].sym_size(0) != 0) {
@@ -67,31 +77,37 @@ struct SgdRule : OwingRule<SgdRule> {
 
   static void check_step(const ParamStep<Options>& step) {
     const Options& options = *step.options;
-    TORCH_CHECK_VALUE(options.lr() * options.weight_decay() < 1, "RowSGD: expected lr * weight_decay below 1, got ", options.lr(), " * ",
+    TORCH_CHECK_VALUE(options.lr() * options.weight_decay() < 1,
+                      "RowSGD: expected lr * weight_decay below 1, got ", options.lr(), " * ",
                       options.weight_decay());
-    TORCH_CHECK_VALUE(options.momentum() == 0 || has_buffer(step.param, step.state) || MappedFile::of(step.state[kLastStep]) == nullptr,
-                      "RowSGD: expected the momentum of a mapped table from its first step on, got ", options.momentum(),
-                      " later: its state has no room for a buffer. Delete the file of the state to begin anew");
+    TORCH_CHECK_VALUE(
+        options.momentum() == 0 || has_buffer(step.param, step.state) ||
+            MappedFile::of(step.state[kLastStep]) == nullptr,
+        "RowSGD: expected the momentum of a mapped table from its first step on, got ",
+        options.momentum(),
+        " later: its state has no room for a buffer. Delete the file of the state to begin anew");
   }
 
-  static bool fits_kernel(const Tensor& param, TensorList state) { return has_row_view(param) && has_row_view(state[kBuffer]); }
+  static bool fits_kernel(const Tensor& param, TensorList state) {
+    return has_row_view(param) && has_row_view(state[kBuffer]);
+  }
 
   static void step_rows(const ParamStep<Options>& item, bool kernel) {
     const TensorList state = item.state;
     const Options& options = *item.options;
     int64_t& step = *state[kCount].mutable_data_ptr<int64_t>();
     const double momentum = options.momentum();
-    const OwedSteps::Coefficients coefficients{momentum, double(options.nesterov()), 0};
-    OwedSteps owed = ready(item.param, state, coefficients, kernel);
+    const PendingSteps::Coefficients coefficients{momentum, double(options.nesterov()), 0};
+    PendingSteps pending = ready(item.param, state, coefficients, kernel);
     const bool first = step == 0 || !has_buffer(item.param, state);
     if (momentum != 0) {
       make_buffer(item.param, state);
     }
-    const bool owes = momentum != 0 || options.weight_decay() != 0 || !owed.empty();
+    const bool defers = momentum != 0 || options.weight_decay() != 0 || !pending.empty();
     const RowSGDUpdate update{item.param,
                               momentum != 0 ? OptionalTensor(state[kBuffer]) : std::nullopt,
-                              owes ? OptionalTensor(state[kLastStep]) : std::nullopt,
-                              owed,
+                              defers ? OptionalTensor(state[kLastStep]) : std::nullopt,
+                              pending,
                               step + 1,
                               momentum,
                               options.lr(),
@@ -102,29 +118,33 @@ struct SgdRule : OwingRule<SgdRule> {
                               options.stochastic_rounding()};
     (kernel ? row_sgd_rows_cpu : row_sgd_rows_reference)(update, *item.rows, item.values);
     ++step;
-    OwedSteps::set_rounds(state[kOwed], options.stochastic_rounding());
-    if (owes) {
-      owed.add(options.lr() * (options.nesterov() ? momentum : 1), std::log1p(-options.lr() * options.weight_decay()));
+    PendingSteps::set_rounds(state[kPending], options.stochastic_rounding());
+    if (defers) {
+      pending.add(options.lr() * (options.nesterov() ? momentum : 1),
+                  std::log1p(-options.lr() * options.weight_decay()));
     } else {
-      owed.settle(step, coefficients);
+      pending.clear(step, coefficients);
     }
   }
 
-  // A step that leaves no debt may follow on one that has.
+  // A step without pending updates may follow one that has registered them, so nothing is
+  // unregistered.
   static void record(const Tensor& param, TensorList state, const Options& options) {
     if (options.momentum() != 0 || options.weight_decay() != 0) {
-      record_debt(param, state, flush_row_sgd);
+      record_pending(param, state, flush_row_sgd);
     }
   }
 
-  static double ratio_of(const OwedSteps::Coefficients& c) { return c[0]; } // the momentum
+  static double ratio_of(const PendingSteps::Coefficients& c) { return c[0]; } // the momentum
 
-  static void make_up_rows(const Tensor& param, TensorList state, OwedSteps& owed, int64_t step, bool rebase, bool kernel) {
-    const double momentum = ratio_of(OwedSteps::coefficients(state[kOwed]));
-    RowSGDUpdate update{param, std::nullopt, state[kLastStep], owed, step, momentum};
+  static void catch_up_rows(const Tensor& param, TensorList state, PendingSteps& pending,
+                            int64_t step, bool rebase, bool kernel) {
+    const double momentum = ratio_of(PendingSteps::coefficients(state[kPending]));
+    RowSGDUpdate update{param, std::nullopt, state[kLastStep], pending, step, momentum};
     update.rebase = rebase;
-    update.stochastic_rounding = OwedSteps::rounds(state[kOwed]);
-    if (momentum != 0 && has_buffer(param, state)) { // steps without momentum left the buffer alone
+    update.stochastic_rounding = PendingSteps::rounds(state[kPending]);
+    // Steps without momentum leave the buffer unchanged.
+    if (momentum != 0 && has_buffer(param, state)) {
       update.momentum_buffer = state[kBuffer];
     }
     (kernel ? row_sgd_flush_cpu : row_sgd_flush_reference)(update);
@@ -141,7 +161,8 @@ struct SgdRule : OwingRule<SgdRule> {
       if (fresh) {
         item.state[kBuffer].set_(at::zeros_like(item.param));
       }
-      // The fused kernel is told by the host whether a step is the first, which matters to a gradient that is dampened.
+      // The host has to tell the fused kernel whether a step is the first, which matters if the
+      // gradient is dampened.
       if (fused && !dampened) {
         fusing.push_back(item);
       } else {
@@ -149,10 +170,12 @@ struct SgdRule : OwingRule<SgdRule> {
       }
     }
     if (!fusing.empty()) {
-      const auto buffers = options.momentum() != 0 ? state_of(fusing, kBuffer) : std::vector<Tensor>();
+      const auto buffers =
+          options.momentum() != 0 ? state_of(fusing, kBuffer) : std::vector<Tensor>();
       const auto step = [&](const auto& rate) {
-        at::_fused_sgd_(params_of(fusing), values_of(fusing), buffers, options.weight_decay(), options.momentum(), rate, options.dampening(),
-                        options.nesterov(), options.maximize(), /*is_first_step=*/false);
+        at::_fused_sgd_(params_of(fusing), values_of(fusing), buffers, options.weight_decay(),
+                        options.momentum(), rate, options.dampening(), options.nesterov(),
+                        options.maximize(), /*is_first_step=*/false);
       };
       const OptionalTensor& lr = fusing[0].lr;
       given(lr) ? step(scalar_of(*lr).to(at::kFloat)) : step(options.lr());
@@ -168,7 +191,10 @@ struct SgdRule : OwingRule<SgdRule> {
     if (options.momentum() != 0) {
       const Tensor& buffer = item.state[kBuffer];
       const bool whole = fresh || options.dampening() == 0;
-      const auto taken = [&] { return 1 - item.state[kCount].ne(0).to(at::kDouble) * options.dampening(); }; // all of it at the first step
+      // The first step takes all of the gradient.
+      const auto taken = [&] {
+        return 1 - item.state[kCount].ne(0).to(at::kDouble) * options.dampening();
+      };
       buffer.mul_(options.momentum()).add_(whole ? direction : direction.mul(taken()));
       direction = options.nesterov() ? direction.add(buffer, options.momentum()) : buffer;
     }
@@ -192,19 +218,22 @@ void check_row_sgd_state(const char* op, const Tensor& param, TensorList state) 
     check_element_state(op, "momentum_buffer", buffer, param);
   }
   const auto dtype = opmath_dtype(param.scalar_type());
-  check::dtype(op, "momentum_buffer", buffer, dtype == at::kFloat && buffer.scalar_type() == at::kBFloat16 ? at::kBFloat16 : dtype);
+  check::dtype(
+      op, "momentum_buffer", buffer,
+      dtype == at::kFloat && buffer.scalar_type() == at::kBFloat16 ? at::kBFloat16 : dtype);
   check_row_state(op, "last_step", state[kLastStep], param, false, at::kInt);
-  OwedSteps::check(op, state[kOwed], param);
+  PendingSteps::check(op, state[kPending], param);
 }
 
 void flush_row_sgd(const Tensor& param, TensorList state) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::row_sgd_flush_", "").typed<decltype(flush_row_sgd)>();
+  static const auto op = find_op<decltype(flush_row_sgd)>("xsoftmax::row_sgd_flush_");
   op.call(param, state);
 }
 
-// momentum^(step - s), what is left of the buffer of rows whose last gradient was in step s.
+// Returns momentum^(step - s), the factor of the buffer of rows whose last gradient was in step s.
 static Tensor kept(const RowSGDUpdate& u, const Tensor& s) {
-  return at::where(s.eq(0), 1.0, at::pow(at::Scalar(u.momentum), s.neg().add(u.step).to(at::kDouble)));
+  return at::where(s.eq(0), 1.0,
+                   at::pow(at::Scalar(u.momentum), s.neg().add(u.step).to(at::kDouble)));
 }
 
 void row_sgd_rows_reference(const RowSGDUpdate& u, const Tensor& rows, const Tensor& values) {
@@ -213,7 +242,7 @@ void row_sgd_rows_reference(const RowSGDUpdate& u, const Tensor& rows, const Ten
   Tensor next = u.param.index_select(0, ids).to(g.scalar_type());
   if (given(u.last_step)) {
     const Tensor s = u.last_step->index_select(0, ids);
-    const auto [movement, decay] = u.owed(s);
+    const auto [movement, decay] = u.pending(s);
     next = next.mul(per_row(decay * u.decay, g));
     u.last_step->index_fill_(0, ids, u.step);
     if (given(u.momentum_buffer)) {
@@ -221,7 +250,9 @@ void row_sgd_rows_reference(const RowSGDUpdate& u, const Tensor& rows, const Ten
       const Tensor buffer = per_row(kept(u, s), g).mul(old) + g.mul(u.take);
       next = next - per_row(movement * u.decay, g).mul(old);
       u.momentum_buffer->index_copy_(
-          0, ids, rounded_rows(buffer, ids, u.step, u.momentum_buffer->scalar_type(), RoundingOf::State).to(u.momentum_buffer->scalar_type()));
+          0, ids,
+          rounded_rows(buffer, ids, u.step, u.momentum_buffer->scalar_type(), RoundingOf::State)
+              .to(u.momentum_buffer->scalar_type()));
       g = u.nesterov ? g + buffer.mul(u.momentum) : buffer;
     }
   }
@@ -233,7 +264,7 @@ void row_sgd_rows_reference(const RowSGDUpdate& u, const Tensor& rows, const Ten
 }
 
 void row_sgd_flush_reference(const RowSGDUpdate& u) {
-  const auto [movement, decay] = u.owed(*u.last_step);
+  const auto [movement, decay] = u.pending(*u.last_step);
   const Tensor old = u.param.to(opmath_dtype(u.param.scalar_type()));
   Tensor next = old.mul(per_row(decay, old));
   if (given(u.momentum_buffer)) {
@@ -246,34 +277,48 @@ void row_sgd_flush_reference(const RowSGDUpdate& u) {
   if (u.rebase) {
     if (given(u.momentum_buffer)) {
       const Tensor& buffer = *u.momentum_buffer;
-      buffer.copy_(rounded(buffer.to(old.scalar_type()).mul(per_row(kept(u, *u.last_step), old)), buffer, RoundingOf::State));
+      buffer.copy_(rounded(buffer.to(old.scalar_type()).mul(per_row(kept(u, *u.last_step), old)),
+                           buffer, RoundingOf::State));
     }
     u.last_step->copy_(at::where(u.last_step->eq(0), *u.last_step, u.step));
   }
 }
 
-RowSGDNumbers check_row_sgd_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text,
+RowSGDNumbers check_row_sgd_rows(const Tensor& param, TensorList state, const Tensor& rows,
+                                 const Tensor& values, std::string_view text,
                                  const OptionalTensor& lr) {
   const auto options = rows_options<SgdRule>(text, lr, param, false);
   plan_rows<SgdRule>(param, state, rows, values, options);
-  return {options.lr(), options.momentum(), options.dampening(), options.weight_decay(), options.nesterov(), options.maximize(), options.stochastic_rounding()};
+  return {
+      options.lr(),       options.momentum(), options.dampening(),          options.weight_decay(),
+      options.nesterov(), options.maximize(), options.stochastic_rounding()};
 }
 
-bool make_row_sgd_buffer(const Tensor& param, TensorList state) { return make_buffer(param, state); }
+bool make_row_sgd_buffer(const Tensor& param, TensorList state) {
+  return make_buffer(param, state);
+}
 
-void row_sgd_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text, const OptionalTensor& lr) {
+void row_sgd_rows_composite(const Tensor& param, TensorList state, const Tensor& rows,
+                            const Tensor& values, std::string_view text, const OptionalTensor& lr) {
   row_rows_composite<SgdRule>(param, state, rows, values, text, lr);
 }
 
-void row_sgd_terms(const Tensor& param, TensorList state, const RowTerms& terms, std::string_view text, const OptionalTensor& lr,
+void row_sgd_terms(const Tensor& param, TensorList state, const RowTerms& terms,
+                   std::string_view text, const OptionalTensor& lr,
                    const std::function<void()>& take_step) {
   terms_step<SgdRule>(param, state, terms, text, lr, take_step);
 }
 
-bool check_row_sgd_flush(const Tensor& param, TensorList state) { return check_flush<SgdRule>(param, state); }
-void row_sgd_flush_composite(const Tensor& param, TensorList state) { row_flush_composite<SgdRule>(param, state); }
+bool check_row_sgd_flush(const Tensor& param, TensorList state) {
+  return check_flush<SgdRule>(param, state);
+}
+void row_sgd_flush_composite(const Tensor& param, TensorList state) {
+  row_flush_composite<SgdRule>(param, state);
+}
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { define<SgdRule>(m); }
+static const RegisterPendingRule pending_rule("row_sgd", check_row_sgd_state, flush_row_sgd);
+
+XSOFTMAX_OPERATORS(m, kSparseStep<SgdRule>) { define<SgdRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { on_any_device<SgdRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { on_cpu<SgdRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { on_meta<SgdRule>(m); }

@@ -18,9 +18,12 @@ class SgdRows {
   using M = opmath<T>;
 
   explicit SgdRows(const RowSGDUpdate& update)
-      : update_(update), random_(step_rounding(update.step, update.stochastic_rounding)), param_(row_view<T>(update.param)),
-        buffer_(given(update.momentum_buffer) ? row_view<S>(*update.momentum_buffer) : RowView<S>{}),
-        last_step_(given(update.last_step) ? row_view<int32_t>(*update.last_step) : RowView<int32_t>{}) {}
+      : update_(update), random_(step_rounding(update.step, update.stochastic_rounding)),
+        param_(row_view<T>(update.param)),
+        buffer_(given(update.momentum_buffer) ? row_view<S>(*update.momentum_buffer)
+                                              : RowView<S>{}),
+        last_step_(given(update.last_step) ? row_view<int32_t>(*update.last_step)
+                                           : RowView<int32_t>{}) {}
 
   int64_t width() const { return param_.width; }
 
@@ -30,16 +33,20 @@ class SgdRows {
     last_step_.prefetch(row);
   }
 
-  /// Of rows whose last gradient was in step s. A flush leaves their buffer.
+  /// Returns the coefficients for rows whose last gradient was in step s. A flush keeps their
+  /// buffer.
   MomentumStep<M> coefficients(int64_t s) const {
-    const auto debt = update_.owed(s);
-    const bool keeps = s == 0 || (update_.step == update_.owed.step() && !update_.rebase);
+    const auto pending = update_.pending(s);
+    const bool keeps = s == 0 || (update_.step == update_.pending.step() && !update_.rebase);
     const double count = keeps ? 0 : double(update_.step - s);
-    const RowSGDNumbers numbers{update_.lr, update_.momentum, 0, 0, update_.nesterov, update_.maximize, update_.stochastic_rounding};
-    return row_sgd_coefficients<M>(numbers, debt, update_.decay, update_.take, std::pow(update_.momentum, count));
+    const RowSGDNumbers numbers{
+        update_.lr,       update_.momentum,           0, 0, update_.nesterov,
+        update_.maximize, update_.stochastic_rounding};
+    return row_sgd_coefficients<M>(numbers, pending, update_.decay, update_.take,
+                                   std::pow(update_.momentum, count));
   }
 
-  // What a task keeps from row to row.
+  // Data that a task reuses from row to row.
   struct Task {
     ByStep<MomentumStep<M>> by_step;
     std::vector<M> negated;
@@ -55,7 +62,8 @@ class SgdRows {
       kernels.sgd(param_[row], g, M(1), lr, random, param_.width, rows);
       return;
     }
-    const auto& step = of_task.by_step.of(*last_step_[row], [this](int64_t s) { return coefficients(s); });
+    const auto& step =
+        of_task.by_step.of(*last_step_[row], [this](int64_t s) { return coefficients(s); });
     *last_step_[row] = int32_t(update_.step);
     if (buffer_.data == nullptr) {
       kernels.sgd(param_[row], g, step.decay, lr, random, param_.width, rows);
@@ -81,7 +89,8 @@ class SgdRows {
     const auto& kernels = row_updates().of(T{}, S{});
     const RowRounding random = rounding_of<T, S>(random_, row);
     if (s != 0 && buffer_.data != nullptr) {
-      kernels.drift(param_[row], buffer_[row], step.decay, step.drift, step.keep, random, param_.width);
+      kernels.drift(param_[row], buffer_[row], step.decay, step.drift, step.keep, random,
+                    param_.width);
     } else if (step.decay != 1) {
       kernels.decay(param_[row], step.decay, random, param_.width);
     }
@@ -95,8 +104,10 @@ class SgdRows {
   RowView<int32_t> last_step_;
 };
 
-// What tells the type of state; without a buffer there is none that matters.
-const Tensor& state_of(const RowSGDUpdate& update) { return given(update.momentum_buffer) ? *update.momentum_buffer : update.param; }
+// Returns the tensor that decides the type of the state; without a buffer, any type works.
+const Tensor& state_of(const RowSGDUpdate& update) {
+  return given(update.momentum_buffer) ? *update.momentum_buffer : update.param;
+}
 
 } // namespace
 
@@ -106,8 +117,14 @@ void row_sgd_rows_cpu(const RowSGDUpdate& update, const Tensor& rows, const Tens
     using Rows = SgdRows<T, decltype(zero_state)>;
     const Rows task(update);
     update_rows<T>(
-        update.param, rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
-        [&] { return [&, of_task = typename Rows::Task()](int64_t row, const opmath<T>* g, int64_t ahead) mutable { task.update(row, g, of_task, ahead); }; });
+        update.param, rows.contiguous(), values.contiguous(),
+        [&](int64_t row) { task.prefetch(row); },
+        [&] {
+          return [&, of_task = typename Rows::Task()](int64_t row, const opmath<T>* g,
+                                                      int64_t ahead) mutable {
+            task.update(row, g, of_task, ahead);
+          };
+        });
   });
 }
 
@@ -115,8 +132,11 @@ void row_sgd_flush_cpu(const RowSGDUpdate& update) {
   dispatch_rows(update.param, state_of(update), [&](auto zero, auto zero_state) {
     using T = decltype(zero);
     const SgdRows<T, decltype(zero_state)> task(update);
-    update_all_rows(update.param, task.width(),
-                    [&] { return [&, by_step = ByStep<MomentumStep<opmath<T>>>()](int64_t row) mutable { task.flush(row, by_step); }; });
+    update_all_rows(update.param, task.width(), [&] {
+      return [&, by_step = ByStep<MomentumStep<opmath<T>>>()](int64_t row) mutable {
+        task.flush(row, by_step);
+      };
+    });
   });
 }
 

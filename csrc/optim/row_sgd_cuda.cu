@@ -1,7 +1,7 @@
-#include "core/impl.h"
+#include "cpu/impl.h"
 #include "optim/row_sgd.h"
 #include "optim/row_update_cuda.cuh"
-#include "optim/settle.h"
+#include "table/updates/pending_updates.h"
 
 #include <torch/library.h>
 
@@ -12,9 +12,9 @@ using at::Tensor;
 using at::TensorList;
 using namespace cuda;
 
-enum State { kCount, kBuffer, kLastStep, kOwed };
+enum State { kCount, kBuffer, kLastStep, kPending };
 
-// S: of the buffer.
+// S: the type of the buffer.
 template <typename T, typename S>
 struct SgdRows {
   using Scalar = T;
@@ -22,14 +22,14 @@ struct SgdRows {
   static constexpr bool kOneSum = false;
 
   DeviceRows<T> param;
-  DeviceRows<S> buffer; // none: without momentum
+  DeviceRows<S> buffer; // no data without momentum
   DeviceRows<int32_t> last_step;
-  Owing owing;
-  RowSGDNumbers numbers; // of a step
+  Deferred deferred;
+  RowSGDNumbers numbers; // of the current step
   LearningRate lr;
   StepDecay decay;
-  bool fresh;  // the buffer
-  bool always; // a step is owed also where nothing was before
+  bool fresh; // whether the buffer was just allocated
+  bool always; // whether the step adds pending updates even if there were none before
   bool wide;
 
   struct Row {
@@ -38,34 +38,41 @@ struct SgdRows {
     RowRounding random;
   };
 
-  __device__ bool owes() const { return always || (!owing.settles() && *owing.step > int64_t(owing.owed[0])); }
+  __device__ bool has_pending() const {
+    return always || (!deferred.catches_up() && *deferred.step > int64_t(deferred.pending[0]));
+  }
 
-  __device__ int32_t read(int64_t row) const { return owes() ? *last_step[row] : 0; }
+  __device__ int32_t read(int64_t row) const { return has_pending() ? *last_step[row] : 0; }
 
   template <bool kAlone>
   __device__ Row begin(int64_t row, int32_t s) const {
-    const int64_t t = *owing.step + 1;
+    const int64_t t = *deferred.step + 1;
     const double take = t == 1 || fresh ? 1 : 1 - numbers.dampening;
-    const OwedDebt debt = owes() ? owing.debt(s, numbers.momentum) : OwedDebt{0, 1};
-    const double kept = s == 0 || buffer.data == nullptr ? 1 : integer_power(numbers.momentum, t - s);
+    const PendingEntry pending =
+        has_pending() ? deferred.entry_of(s, numbers.momentum) : PendingEntry{0, 1};
+    const double kept =
+        s == 0 || buffer.data == nullptr ? 1 : integer_power(numbers.momentum, t - s);
     RowSGDNumbers of_step = numbers;
     of_step.lr = lr();
-    return {row_sgd_coefficients<M>(of_step, debt, decay(), take, kept), int32_t(t), rounding_of<T, S>(t, row, numbers.stochastic_rounding)};
+    return {row_sgd_coefficients<M>(of_step, pending, decay(), take, kept), int32_t(t),
+            rounding_of<T, S>(t, row, numbers.stochastic_rounding)};
   }
 
   template <int N>
   struct Elements {
     Pack<T, N> param;
-    Pack<S, N> buffer; ///< with momentum
+    Pack<S, N> buffer; ///< unused without momentum
   };
 
   template <int N>
   __device__ Elements<N> fetch(int64_t row, int64_t d) const {
-    return {load_pack<N>(param[row] + d), buffer.data == nullptr ? Pack<S, N>{} : load_pack<N>(buffer[row] + d)};
+    return {load_pack<N>(param[row] + d),
+            buffer.data == nullptr ? Pack<S, N>{} : load_pack<N>(buffer[row] + d)};
   }
 
   template <int N>
-  __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d, const M (&g)[N]) const {
+  __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d,
+                         const M (&g)[N]) const {
     const MomentumStep<M>& s = of_row.step;
     const M sign = numbers.maximize ? M(-1) : M(1);
     M next[N], of_buffer[N];
@@ -73,7 +80,9 @@ struct SgdRows {
     for (int i = 0; i < N; ++i) {
       const M w = M(old.param.values[i]);
       of_buffer[i] = M(old.buffer.values[i]);
-      next[i] = buffer.data == nullptr ? s.decay * w - s.lr * (sign * g[i]) : momentum_element(w, of_buffer[i], sign * g[i], s, s.nesterov);
+      next[i] = buffer.data == nullptr
+          ? s.decay * w - s.lr * (sign * g[i])
+          : momentum_element(w, of_buffer[i], sign * g[i], s, s.nesterov);
     }
     if (buffer.data != nullptr) {
       round_pack<S>(of_buffer, of_row.random, d, StateBits());
@@ -86,39 +95,41 @@ struct SgdRows {
   }
 
   __device__ void finish(const Row& of_row, int64_t row) const {
-    if (owes()) {
+    if (has_pending()) {
       *last_step[row] = of_row.number;
     }
   }
 
   template <int N, bool kAlone>
-  __device__ void make_up(Due due, int64_t row, int64_t width, int thread) const {
-    const int64_t s = *last_step[row], t = *owing.step;
+  __device__ void catch_up(Due due, int64_t row, int64_t width, int thread) const {
+    const int64_t s = *last_step[row], t = *deferred.step;
     if (s >= t) {
       return;
     }
     const bool rebase = due == Due::Rebase && s != 0;
-    const double momentum = owing.owed[1];
-    const OwedDebt debt = owed_table(owing.owed, owing.capacity, t, momentum)(s);
+    const double momentum = deferred.pending[1];
+    const PendingEntry pending = pending_table(deferred.pending, deferred.capacity, t, momentum)(s);
     if constexpr (!kAlone) {
-      __syncwarp(); // all have read last_step
+      __syncwarp(); // all lanes have read last_step
     }
     if (rebase && thread == 0) {
       *last_step[row] = int32_t(t);
     }
-    const bool moves = s != 0 && momentum != 0 && buffer.data != nullptr; // steps without momentum left the buffer alone
-    if (!moves && debt.decay == 1) {
+    // Steps without momentum leave the buffer unchanged.
+    const bool moves = s != 0 && momentum != 0 && buffer.data != nullptr;
+    if (!moves && pending.decay == 1) {
       return;
     }
-    const M owed_decay = M(debt.decay), drift = M(debt.movement), kept = M(rebase ? integer_power(momentum, t - s) : 1.0);
-    const RowRounding random = rounding_of<T, S>(t, row, owing.rounded());
+    const M pending_decay = M(pending.decay), drift = M(pending.movement),
+            kept = M(rebase ? integer_power(momentum, t - s) : 1.0);
+    const RowRounding random = rounding_of<T, S>(t, row, deferred.rounded());
     constexpr int kTeam = kAlone ? 1 : kWarp;
     for (int64_t d = int64_t(thread) * N; d < width; d += kTeam * N) {
       const auto old = load_pack<N>(param[row] + d);
       M next[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        next[i] = owed_decay * M(old.values[i]);
+        next[i] = pending_decay * M(old.values[i]);
       }
       if (moves) {
         const auto old_buffer = load_pack<N>(buffer[row] + d);
@@ -141,7 +152,7 @@ struct SgdRows {
   }
 };
 
-// What rows that owe a step move by, in units of their buffer.
+// Returns the movement of rows for which a step is pending, in units of their buffer.
 struct SgdRate {
   LearningRate lr;
   double factor;
@@ -149,12 +160,14 @@ struct SgdRate {
 };
 
 template <typename T, typename S>
-SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state, const Owing& owing, const RowSGDNumbers& numbers, const LearningRate& lr) {
-  const bool has_buffer = state[kBuffer].sizes() == param.sizes(); // one that was not needed yet is [0]
+SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state, const Deferred& deferred,
+                       const RowSGDNumbers& numbers, const LearningRate& lr) {
+  // The buffer is [0] until a step needs it.
+  const bool has_buffer = state[kBuffer].sizes() == param.sizes();
   SgdRows<T, S> rows{device_rows<T>(param),
                      has_buffer ? device_rows<S>(state[kBuffer]) : DeviceRows<S>{},
                      device_rows<int32_t>(state[kLastStep]),
-                     owing,
+                     deferred,
                      numbers,
                      lr,
                      StepDecay(lr, numbers.weight_decay),
@@ -162,16 +175,21 @@ SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state, const Owing& owing
                      numbers.momentum != 0 || numbers.weight_decay != 0,
                      false};
   constexpr int64_t kPack = 16 / sizeof(T);
-  rows.wide = rows.param.packs(kPack) && rows.buffer.packs(kPack) && (param.dim() < 2 || param.size(1) % kPack == 0);
+  rows.wide = rows.param.packs(kPack) && rows.buffer.packs(kPack) &&
+      (param.dim() < 2 || param.size(1) % kPack == 0);
   return rows;
 }
 
-bool fits(const Tensor& param, TensorList state) { return !use_reference() && has_row_view(param) && has_row_view(state[kBuffer]); }
+bool fits(const Tensor& param, TensorList state) {
+  return !use_reference() && has_row_view(param) && has_row_view(state[kBuffer]);
+}
 
 template <typename T, typename S>
-void step_rows_of(const Tensor& param, TensorList state, const GradientOfRows& gradient, const RowSGDNumbers& numbers, const LearningRate& lr) {
-  const Owing steps = owing(state[kCount], state[kOwed], numbers.momentum, double(numbers.nesterov), 0, numbers.stochastic_rounding);
-  make_up(sgd_rows<T, S>(param, state, steps, numbers, lr), param);
+void step_rows_of(const Tensor& param, TensorList state, const GradientOfRows& gradient,
+                  const RowSGDNumbers& numbers, const LearningRate& lr) {
+  const Deferred steps = deferred(state[kCount], state[kPending], numbers.momentum,
+                                  double(numbers.nesterov), 0, numbers.stochastic_rounding);
+  catch_up(sgd_rows<T, S>(param, state, steps, numbers, lr), param);
   const bool fresh = numbers.momentum != 0 && make_row_sgd_buffer(param, state);
   SgdRows<T, S> rule = sgd_rows<T, S>(param, state, steps, numbers, lr);
   rule.fresh = fresh;
@@ -179,17 +197,21 @@ void step_rows_of(const Tensor& param, TensorList state, const GradientOfRows& g
     rule.buffer = {};
   }
   update_rows(rule, gradient, param.size(0));
-  advance(steps, SgdRate{lr, numbers.nesterov ? numbers.momentum : 1}, numbers.momentum, rule.decay, rule.always);
+  advance(steps, SgdRate{lr, numbers.nesterov ? numbers.momentum : 1}, numbers.momentum, rule.decay,
+          rule.always);
 }
 
-void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient, const RowSGDNumbers& numbers, const OptionalTensor& lr) {
+void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient,
+               const RowSGDNumbers& numbers, const OptionalTensor& lr) {
   Tensor kept;
   const LearningRate rate = learning_rate(numbers.lr, lr, param, kept);
-  dispatch_rows(param, state[kBuffer],
-                [&](auto zero, auto zero_state) { step_rows_of<decltype(zero), decltype(zero_state)>(param, state, gradient, numbers, rate); });
+  dispatch_rows(param, state[kBuffer], [&](auto zero, auto zero_state) {
+    step_rows_of<decltype(zero), decltype(zero_state)>(param, state, gradient, numbers, rate);
+  });
 }
 
-void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options, const OptionalTensor& lr) {
+void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows,
+                       const Tensor& values, std::string_view options, const OptionalTensor& lr) {
   const RowSGDNumbers numbers = check_row_sgd_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
   if (fits(param, state)) {
@@ -197,19 +219,6 @@ void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows
   } else {
     row_sgd_rows_composite(param, state, rows, values, options, lr);
   }
-}
-
-void row_sgd_terms_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& sources, const Tensor& coefficients, const Tensor& input,
-                        std::string_view options, const OptionalTensor& lr) {
-  const RowTerms terms{rows, sources, coefficients, input};
-  const c10::cuda::CUDAGuard guard(param.device());
-  row_sgd_terms(param, state, terms, options, lr, [&] {
-    if (fits(param, state) && takes_terms(terms, param.size(0))) {
-      step_rows(param, state, GradientOfRows(terms), check_row_sgd_rows(param, state, rows, shape_of_values(terms), options, lr), lr);
-    } else {
-      row_sgd_rows_cuda(param, state, rows, values_of(terms), options, lr);
-    }
-  });
 }
 
 void row_sgd_flush_cuda(const Tensor& param, TensorList state) {
@@ -223,18 +232,19 @@ void row_sgd_flush_cuda(const Tensor& param, TensorList state) {
     return;
   }
   dispatch_rows(param, state[kBuffer], [&](auto zero, auto zero_state) {
-    const Owing steps = owing(state[kCount], state[kOwed]);
-    make_up(sgd_rows<decltype(zero), decltype(zero_state)>(param, state, steps, {}, {}), param);
-    settle_owed(steps);
+    const Deferred steps = deferred(state[kCount], state[kPending]);
+    catch_up(sgd_rows<decltype(zero), decltype(zero_state)>(param, state, steps, {}, {}), param);
+    clear_pending(steps);
   });
-  made_up(param, state);
+  caught_up(param, state);
 }
 
 } // namespace
 
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
   m.impl("row_sgd_rows_", row_sgd_rows_cuda);
-  m.impl("row_sgd_terms_", row_sgd_terms_cuda);
+  m.impl("row_sgd_terms_",
+         step_by_terms<row_sgd_terms, check_row_sgd_rows, fits, step_rows, row_sgd_rows_cuda>);
   m.impl("row_sgd_flush_", row_sgd_flush_cuda);
 }
 

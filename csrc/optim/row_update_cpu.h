@@ -1,8 +1,8 @@
 #pragma once
 
-#include "core/dtypes.h"
-#include "core/mapped_file.h"
-#include "core/row_groups.h"
+#include "cpu/dtypes.h"
+#include "table/files/mapped_file.h"
+#include "cpu/row_groups.h"
 #include "optim/row_update.h"
 #include "optim/row_updates.h"
 
@@ -18,7 +18,7 @@
 
 namespace xsoftmax {
 
-/// Calls function(T{}, S{}) with the types of a parameter and of its state, which is Bf16 or what the parameter is calculated in.
+/// Calls function(T{}, S{}) with the types of a parameter and of its state; S is Bf16 or opmath<T>.
 template <typename Function>
 void dispatch_rows(const at::Tensor& param, const at::Tensor& state, const Function& function) {
   dispatch_floating(param.scalar_type(), [&](auto zero) {
@@ -32,14 +32,16 @@ void dispatch_rows(const at::Tensor& param, const at::Tensor& state, const Funct
   });
 }
 
-/// The random numbers of a row, where its types T and S ask for any.
+/// Returns the random numbers of a row, or zeros if neither T nor S needs stochastic rounding.
 template <typename T, typename S>
 RowRounding rounding_of(const StepRounding& step, int64_t row) {
-  const bool by_chance = !std::is_same_v<S, opmath<T>> || (step.table && !std::is_same_v<T, opmath<T>>);
+  const bool by_chance =
+      !std::is_same_v<S, opmath<T>> || (step.table && !std::is_same_v<T, opmath<T>>);
   return by_chance ? row_rounding(step, row) : RowRounding{};
 }
 
-/// A tensor whose row r is `width` elements on end from data + r * stride. A [N] tensor is one of rows of width 1.
+/// A tensor whose row r is the `width` contiguous elements at data + r * stride. A [N] tensor has
+/// rows of width 1.
 template <typename T>
 struct RowView {
   T* data = nullptr;
@@ -47,9 +49,9 @@ struct RowView {
   int64_t width = 0;
 
   T* operator[](int64_t row) const { return data + row * stride; }
-  /// The row for RowsAhead, none where row < 0.
+  /// Returns the row for RowsAhead; nullptr if row < 0.
   const T* ahead(int64_t row) const { return data == nullptr || row < 0 ? nullptr : (*this)[row]; }
-  // Rows lie anywhere in a table that no cache holds, and will be written.
+  // Prefetches for writing: rows are scattered over a table too large for the caches.
   void prefetch(int64_t row) const {
     if (data == nullptr || row < 0) {
       return;
@@ -71,17 +73,19 @@ inline int64_t rows_per_task(int64_t width) {
   return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, width));
 }
 
-/// Calls update(row, sum, ahead) for each distinct row whose summed gradient [width] is not all zero, `ahead` being a row whose turn comes soon and
-/// whose memory the update asks for meanwhile, or -1. Each task of the parallel loop makes an `update` of its own by make_update().
-/// prefetch(row) is called for rows that no update was told of. `rows`, `values` [R, ...] contiguous.
+/// Calls update(row, sum, ahead) for each unique row whose summed gradient [width] is not all zero.
+/// `ahead` is a row that will be updated soon, to be prefetched by the update, or -1. Each task of
+/// the parallel loop creates its own `update` by make_update(). prefetch(row) is called for rows
+/// that were not passed to an update as `ahead`. `rows` and `values` [R, ...] are contiguous.
 template <typename T, typename Prefetch, typename MakeUpdate>
-void update_rows(const at::Tensor& param, const at::Tensor& rows, const at::Tensor& values, const Prefetch& prefetch, const MakeUpdate& make_update) {
+void update_rows(const at::Tensor& param, const at::Tensor& rows, const at::Tensor& values,
+                 const Prefetch& prefetch, const MakeUpdate& make_update) {
   const int64_t* id = rows.const_data_ptr<int64_t>();
   const int64_t width = values.dim() == 2 ? values.size(1) : 1;
   if (width == 0) {
     return;
   }
-  // Enough rows under way to hide memory latency; few enough that they are still in the second-level cache when their turn comes.
+  // Enough rows in flight to hide memory latency, few enough to stay in the L2 cache until used.
   const int64_t count_ahead = std::clamp<int64_t>(1024 / width, 4, 16);
   prefetch_rows(param, ids_of(rows));
   const RowGroups groups = group_rows(id, rows.numel());
@@ -96,7 +100,8 @@ void update_rows(const at::Tensor& param, const at::Tensor& rows, const at::Tens
     for (int64_t g = first; g < last; ++g) {
       const int64_t ahead = g + count_ahead < last ? row_of(g + count_ahead) : -1;
       const auto members = groups[g];
-      if (const opmath<T>* of_row = kernels.sum_rows(sum.data(), const_data<T>(values), members.data(), int64_t(members.size()), width)) {
+      if (const opmath<T>* of_row = kernels.sum_rows(
+              sum.data(), const_data<T>(values), members.data(), int64_t(members.size()), width)) {
         update(row_of(g), of_row, ahead);
       } else {
         prefetch(ahead);
@@ -105,7 +110,7 @@ void update_rows(const at::Tensor& param, const at::Tensor& rows, const at::Tens
   });
 }
 
-/// Calls update(row) for each row of a table, each task by an `update` of its own as above.
+/// Calls update(row) for each row of a table; each task creates its own `update`, as above.
 template <typename MakeUpdate>
 void update_all_rows(const at::Tensor& param, int64_t width, const MakeUpdate& make_update) {
   constexpr int64_t kAhead = 4096;
@@ -113,14 +118,16 @@ void update_all_rows(const at::Tensor& param, int64_t width, const MakeUpdate& m
     auto update = make_update();
     for (int64_t row = first; row < last; ++row) {
       if ((row - first) % kAhead == 0) {
-        prefetch_range(param, row == first ? row : row + kAhead, row == first ? 2 * kAhead : kAhead);
+        prefetch_range(param, row == first ? row : row + kAhead,
+                       row == first ? 2 * kAhead : kAhead);
       }
       update(row);
     }
   });
 }
 
-/// What depends on the step alone up to which a row is made up. Most rows of a batch share a few steps, and a power costs as much as a row.
+/// Caches values that depend only on the step of a row's last gradient. Most rows of a batch share
+/// a few such steps, and a power costs as much as updating a row.
 template <typename Value>
 class ByStep {
  public:

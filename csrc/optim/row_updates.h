@@ -1,22 +1,22 @@
 #pragma once
 
-#include "core/cpu_dispatch.h"
-#include "core/simd.h"
+#include "cpu/cpu_dispatch.h"
+#include "cpu/simd.h"
 #include "optim/random_rounding.h"
 
 #include <cstdint>
 
 namespace xsoftmax {
 
-// Coefficients of one row's update, worked out in float64 for each row. M is opmath<T>.
+// Coefficients of one row's update, computed in float64 per row. M is opmath<T>.
 
 template <typename M>
 struct MomentumStep {
-  M decay;    ///< of the parameter, owed steps and this one
-  M drift;    ///< movement owed, in units of the old buffer
-  M keep;     ///< of the buffer, owed steps and this one
+  M decay; ///< factor of the parameter, over the pending steps and this one
+  M drift; ///< movement of the pending steps, in units of the old buffer
+  M keep; ///< factor of the buffer, over the pending steps and this one
   M take;     ///< 1 - dampening
-  M momentum; ///< of the look-ahead; read where nesterov is set
+  M momentum; ///< of the look-ahead; read if nesterov is set
   M lr;
   bool nesterov;
 };
@@ -30,53 +30,66 @@ struct AdagradStep {
 
 template <typename M>
 struct AdamStep {
-  M decay;     ///< of the parameter, owed steps and this one
+  M decay; ///< factor of the parameter, over the pending steps and this one
   M step_size; ///< lr / (1 - beta1^t)
   M scale;     ///< 1 / sqrt(1 - beta2^t)
-  M keep1;     ///< of the first moment, owed steps and this one
+  M keep1; ///< factor of the first moment, over the pending steps and this one
   M take1;     ///< 1 - beta1
-  M keep2;     ///< of the second
+  M keep2; ///< factor of the second moment, likewise
   M take2;     ///< 1 - beta2
   M eps;
-  M owed;      ///< movement of the steps owed, in units of old m / (sqrt(old v) + owed_eps)
-  M owed_eps;
+  M pending; ///< movement of the pending steps, in units of old m / (sqrt(old v) + pending_eps)
+  M pending_eps;
 };
 
-/// Rows of the parameter and of its state that are updated soon. A loop asks for their memory between its elements: a request for all of it at once would
-/// hold up what follows.
+/// Rows of the parameter and its state that will be updated soon. The update loops prefetch them
+/// between elements, because prefetching a whole row at once would stall the loop.
 template <typename T, typename S>
 struct RowsAhead {
-  const T* param = nullptr; ///< nullptr: none
+  const T* param = nullptr; ///< nullptr: no row
   const S* state[2] = {nullptr, nullptr};
 };
 
-/// The loops over one row of `width` elements that the row-wise optimizers are made of. Each reads a row of the parameter and of
-/// its state once and writes it once. S is the type of state with an element for each of the parameter's: M, or Bf16, which rounds by chance.
+/// The loops over one row of `width` elements, from which the row-wise optimizers are built. Each
+/// loop reads and writes a row of the parameter and its state once. S is the type of per-element
+/// state: M, or Bf16 with stochastic rounding.
 template <typename T, typename S = opmath<T>>
 struct RowUpdates {
   using M = opmath<T>;
   using Ahead = RowsAhead<T, S>;
-  /// sum_j values[position[j] * width + d], j < n, for all d: in `sum`, or where it stands if it is one row of type M. Null where all sums are 0, which a
-  /// NaN is not.
+  /// Sums values[position[j] * width + d] over j < n for all d. Returns `sum`, or the row itself if
+  /// n = 1 and its type is M; nullptr if all sums are 0 (a NaN is not).
   const M* (*sum_rows)(M* sum, const T* values, const int64_t* position, int64_t n, int64_t width);
   /// w = decay w - lr g
-  void (*sgd)(T* w, const M* g, M decay, M lr, const RowRounding& random, int64_t width, const Ahead& ahead);
-  /// buffer' = keep buffer + take g;  w = decay w - drift buffer - lr (nesterov ? g + momentum buffer' : buffer')
-  void (*momentum)(T* w, S* buffer, const M* g, const MomentumStep<M>& step, const RowRounding& random, int64_t width, const Ahead& ahead);
+  void (*sgd)(T* w, const M* g, M decay, M lr, const RowRounding& random, int64_t width,
+              const Ahead& ahead);
+  ///   buffer' = keep buffer + take g
+  ///   w = decay w - drift buffer - lr (nesterov ? g + momentum buffer' : buffer')
+  void (*momentum)(T* w, S* buffer, const M* g, const MomentumStep<M>& step,
+                   const RowRounding& random, int64_t width, const Ahead& ahead);
   /// g' = g + weight_decay w;  sum += g'^2;  w -= lr g' / (sqrt(sum) + eps)
-  void (*adagrad)(T* w, S* sum, const M* g, const AdagradStep<M>& step, const RowRounding& random, int64_t width, const Ahead& ahead);
-  /// The same with one sum a row, of the mean of g'^2.
-  void (*adagrad_row)(T* w, M* sum, const M* g, const AdagradStep<M>& step, const RowRounding& random, int64_t width, const Ahead& ahead);
-  /// w = decay w - owed m / (sqrt(v) + owed_eps);  m = keep1 m + take1 g;  v = keep2 v + take2 g^2;
-  /// w -= step_size m / (scale sqrt(v) + eps). 0 / 0 is 0. Without g, nothing behind keep2 v.
-  void (*adam)(T* w, S* m, S* v, const M* g, const AdamStep<M>& step, const RowRounding& random, int64_t width, const Ahead& ahead);
-  /// The same with one v a row, of the mean of g^2.
-  void (*adam_row)(T* w, S* m, M* v, const M* g, const AdamStep<M>& step, const RowRounding& random, int64_t width, const Ahead& ahead);
+  void (*adagrad)(T* w, S* sum, const M* g, const AdagradStep<M>& step, const RowRounding& random,
+                  int64_t width, const Ahead& ahead);
+  /// The same with one sum per row, of the mean of g'^2.
+  void (*adagrad_row)(T* w, M* sum, const M* g, const AdagradStep<M>& step,
+                      const RowRounding& random, int64_t width, const Ahead& ahead);
+  ///   w = decay w - pending m / (sqrt(v) + pending_eps)
+  ///   m = keep1 m + take1 g;  v = keep2 v + take2 g^2
+  ///   w -= step_size m / (scale sqrt(v) + eps)
+  ///
+  /// 0 / 0 is 0. If g is nullptr, only decays and pending movement are applied: m = keep1 m, v =
+  /// keep2 v, and the last line is skipped.
+  void (*adam)(T* w, S* m, S* v, const M* g, const AdamStep<M>& step, const RowRounding& random,
+               int64_t width, const Ahead& ahead);
+  /// The same with one v per row, of the mean of g^2.
+  void (*adam_row)(T* w, S* m, M* v, const M* g, const AdamStep<M>& step, const RowRounding& random,
+                   int64_t width, const Ahead& ahead);
   /// w = decay w - drift buffer;  buffer *= keep
-  void (*drift)(T* w, S* buffer, M decay, M drift, M keep, const RowRounding& random, int64_t width);
+  void (*drift)(T* w, S* buffer, M decay, M drift, M keep, const RowRounding& random,
+                int64_t width);
   /// w *= decay
   void (*decay)(T* w, M decay, const RowRounding& random, int64_t width);
-  /// sum |x|^p over the row, or max |x| for p = infinity; a NaN stays one
+  /// Returns the sum of |x|^p over the row, or max |x| for p = infinity. NaN propagates.
   M (*power_sum)(const M* x, double p, int64_t width);
 };
 
@@ -89,7 +102,7 @@ struct RowUpdateTable {
   RowUpdates<Bf16, Bf16> bf16_low;
   RowUpdates<F16, Bf16> f16_low;
 
-  /// By the types of parameter and state.
+  /// Returns the loops for the types of parameter and state.
   const RowUpdates<float>& of(float, float = {}) const { return f32; }
   const RowUpdates<double>& of(double, double = {}) const { return f64; }
   const RowUpdates<Bf16>& of(Bf16, float = {}) const { return bf16; }

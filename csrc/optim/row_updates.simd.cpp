@@ -6,7 +6,7 @@
 namespace xsoftmax::XS_ISA {
 namespace {
 
-// Whether any element is not 0: as a rule, the first is not.
+// Returns whether any element is not 0; usually the first one already is.
 template <typename M>
 bool any(const M* x, int64_t width) {
   int64_t d = 0;
@@ -17,7 +17,8 @@ bool any(const M* x, int64_t width) {
 }
 
 template <typename T>
-const opmath<T>* sum_rows(opmath<T>* __restrict sum, const T* values, const int64_t* position, int64_t n, int64_t width) {
+const opmath<T>* sum_rows(opmath<T>* __restrict sum, const T* values, const int64_t* position,
+                          int64_t n, int64_t width) {
   const T* __restrict first = values + position[0] * width;
   if constexpr (std::is_same_v<T, opmath<T>>) {
     if (n == 1) {
@@ -36,7 +37,7 @@ const opmath<T>* sum_rows(opmath<T>* __restrict sum, const T* values, const int6
   return any(sum, width) ? sum : nullptr;
 }
 
-/// Where loops begin that round by chance: an element, and what it adds to the key of its row.
+/// Start of a loop with stochastic rounding: an element, and its summand to the row's key.
 struct Place {
   int64_t d;
   uint32_t element;
@@ -52,11 +53,12 @@ inline void prefetch_part(const T* row, int64_t begin, int64_t end) {
   }
 }
 
-/// Calls loop(begin, end) for the parts of a row, and asks for a part of the rows ahead before each. Parts have a constant size where they can: then their
-/// loops need no remainder.
+/// Calls loop(begin, end) for the parts of a row, and prefetches the same part of the rows ahead
+/// before each call. Parts have a constant size where possible, so that their loops need no
+/// remainder.
 template <typename T, typename S, typename Loop>
 inline void in_parts(const RowsAhead<T, S>& ahead, int64_t width, const Loop& loop) {
-  constexpr int64_t kPart = 64; // elements: whole lines, and whole vectors of any type
+  constexpr int64_t kPart = 64; // in elements: whole cache lines, and whole vectors of any type
   int64_t begin = 0;
   const auto prefetch = [&](int64_t end) {
     prefetch_part(ahead.param, begin, end);
@@ -73,20 +75,21 @@ inline void in_parts(const RowsAhead<T, S>& ahead, int64_t width, const Loop& lo
   }
 }
 
-/// Stores x: in 16 bits rounded by chance (kRandom), by the 16 bits of `random`, or to nearest.
+/// Stores x in type T, by stochastic rounding with the 16 bits of `random` if kRandom, else to
+/// nearest.
 template <bool kRandom, typename T>
 inline void put(T* to, opmath<T> x, uint32_t random) {
   if constexpr (!kRandom || std::is_same_v<T, opmath<T>>) {
     store(to, x);
   } else if constexpr (std::is_same_v<T, Bf16>) {
-    const uint32_t bits = bit_cast<uint32_t>(x); // a NaN of arithmetic is one in its upper half
+    const uint32_t bits = bit_cast<uint32_t>(x); // a NaN from arithmetic has a nonzero upper half
     to->bits = uint16_t((bits + ((bits & 0x7FFFFFFFu) < 0x7F800000u ? random : 0u)) >> 16);
   } else {
     store(to, round_at_random(x, random, false));
   }
 }
 
-/// Calls loop(std::bool_constant<whether the table rounds by chance>).
+/// Calls loop(std::bool_constant<whether the table uses stochastic rounding>).
 template <typename T, typename Loop>
 inline void by_rounding(const RowRounding& random, const Loop& loop) {
   if constexpr (!std::is_same_v<T, opmath<T>>) {
@@ -99,8 +102,8 @@ inline void by_rounding(const RowRounding& random, const Loop& loop) {
 }
 
 template <typename T, typename S>
-void sgd(T* __restrict w, const opmath<T>* __restrict g, opmath<T> decay, opmath<T> lr, const RowRounding& random, int64_t width,
-         const RowsAhead<T, S>& ahead) {
+void sgd(T* __restrict w, const opmath<T>* __restrict g, opmath<T> decay, opmath<T> lr,
+         const RowRounding& random, int64_t width, const RowsAhead<T, S>& ahead) {
   by_rounding<T>(random, [=, r = random, &ahead](auto by_chance) {
     in_parts(ahead, width, [=](int64_t begin, int64_t end) {
       for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
@@ -110,16 +113,18 @@ void sgd(T* __restrict w, const opmath<T>* __restrict g, opmath<T> decay, opmath
   });
 }
 
-// The lambdas copy their step: stores to the row cannot change it.
+// The lambdas copy `step`, so that stores to the row cannot alias it.
 template <typename T, typename S>
-void momentum(T* __restrict w, S* __restrict buffer, const opmath<T>* __restrict g, const MomentumStep<opmath<T>>& step, const RowRounding& random,
-              int64_t width, const RowsAhead<T, S>& ahead) {
+void momentum(T* __restrict w, S* __restrict buffer, const opmath<T>* __restrict g,
+              const MomentumStep<opmath<T>>& step, const RowRounding& random, int64_t width,
+              const RowsAhead<T, S>& ahead) {
   by_rounding<T>(random, [=, s = step, r = random, &ahead](auto by_chance) {
     const auto loop = [&](auto nesterov) {
       in_parts(ahead, width, [=](int64_t begin, int64_t end) {
         for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
           opmath<T> next = load(buffer[d]);
-          put<by_chance>(w + d, momentum_element(load(w[d]), next, g[d], s, nesterov), table_bits(r, e));
+          put<by_chance>(w + d, momentum_element(load(w[d]), next, g[d], s, nesterov),
+                         table_bits(r, e));
           put<true>(buffer + d, next, state_bits(r, e));
         }
       });
@@ -129,7 +134,8 @@ void momentum(T* __restrict w, S* __restrict buffer, const opmath<T>* __restrict
 }
 
 template <typename T, typename S>
-void adagrad(T* __restrict w, S* __restrict sum, const opmath<T>* __restrict g, const AdagradStep<opmath<T>>& step, const RowRounding& random, int64_t width,
+void adagrad(T* __restrict w, S* __restrict sum, const opmath<T>* __restrict g,
+             const AdagradStep<opmath<T>>& step, const RowRounding& random, int64_t width,
              const RowsAhead<T, S>& ahead) {
   by_rounding<T>(random, [=, s = step, r = random, &ahead](auto by_chance) {
     in_parts(ahead, width, [=](int64_t begin, int64_t end) {
@@ -143,8 +149,9 @@ void adagrad(T* __restrict w, S* __restrict sum, const opmath<T>* __restrict g, 
 }
 
 template <typename T, typename S>
-void adagrad_row(T* __restrict w, opmath<T>* __restrict sum, const opmath<T>* __restrict g, const AdagradStep<opmath<T>>& step, const RowRounding& random,
-                 int64_t width, const RowsAhead<T, S>& ahead) {
+void adagrad_row(T* __restrict w, opmath<T>* __restrict sum, const opmath<T>* __restrict g,
+                 const AdagradStep<opmath<T>>& step, const RowRounding& random, int64_t width,
+                 const RowsAhead<T, S>& ahead) {
   using M = opmath<T>;
   const AdagradStep<M> s = step;
   M squares = 0;
@@ -166,7 +173,8 @@ void adagrad_row(T* __restrict w, opmath<T>* __restrict sum, const opmath<T>* __
 }
 
 template <typename T, typename S>
-void drift(T* __restrict w, S* __restrict buffer, opmath<T> decay, opmath<T> drift, opmath<T> keep, const RowRounding& random, int64_t width) {
+void drift(T* __restrict w, S* __restrict buffer, opmath<T> decay, opmath<T> drift, opmath<T> keep,
+           const RowRounding& random, int64_t width) {
   by_rounding<T>(random, [=, r = random](auto by_chance) {
     for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
       put<by_chance>(w + d, decay * load(w[d]) - drift * load(buffer[d]), table_bits(r, e));
@@ -189,13 +197,15 @@ void decay(T* __restrict w, opmath<T> decay, const RowRounding& random, int64_t 
 }
 
 template <typename T, typename S>
-void adam(T* __restrict w, S* __restrict m, S* __restrict v, const opmath<T>* __restrict g, const AdamStep<opmath<T>>& step, const RowRounding& random,
-          int64_t width, const RowsAhead<T, S>& ahead) {
+void adam(T* __restrict w, S* __restrict m, S* __restrict v, const opmath<T>* __restrict g,
+          const AdamStep<opmath<T>>& step, const RowRounding& random, int64_t width,
+          const RowsAhead<T, S>& ahead) {
   using M = opmath<T>;
   by_rounding<T>(random, [=, s = step, r = random, &ahead](auto by_chance) {
     if (g == nullptr) {
       for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
-        put<by_chance>(w + d, adam_owed_element<M>(load(w[d]), load(m[d]), load(v[d]), s), table_bits(r, e));
+        put<by_chance>(w + d, adam_pending_element<M>(load(w[d]), load(m[d]), load(v[d]), s),
+                       table_bits(r, e));
       }
       if (s.keep1 != 1 || s.keep2 != 1) {
         for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
@@ -205,31 +215,32 @@ void adam(T* __restrict w, S* __restrict m, S* __restrict v, const opmath<T>* __
       }
       return;
     }
-    const auto loop = [&](auto owes) {
+    const auto loop = [&](auto pending) {
       in_parts(ahead, width, [=](int64_t begin, int64_t end) {
         for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
           M x = load(w[d]), first = load(m[d]), second = load(v[d]);
-          if constexpr (owes) {
-            x = adam_owed_element(x, first, second, s);
+          if constexpr (pending) {
+            x = adam_pending_element(x, first, second, s);
           }
-          x = adam_element(x, first, second, g[d], s, owes ? M(1) : s.decay, s.keep1, s.keep2);
+          x = adam_element(x, first, second, g[d], s, pending ? M(1) : s.decay, s.keep1, s.keep2);
           put<by_chance>(w + d, x, table_bits(r, e));
           put<true>(m + d, first, state_bits(r, e));
           put<true>(v + d, second, second_state_bits(r, e));
         }
       });
     };
-    s.owed != 0 ? loop(std::true_type()) : loop(std::false_type());
+    s.pending != 0 ? loop(std::true_type()) : loop(std::false_type());
   });
 }
 
 template <typename T, typename S>
-void adam_row(T* __restrict w, S* __restrict m, opmath<T>* __restrict v, const opmath<T>* __restrict g, const AdamStep<opmath<T>>& step,
+void adam_row(T* __restrict w, S* __restrict m, opmath<T>* __restrict v,
+              const opmath<T>* __restrict g, const AdamStep<opmath<T>>& step,
               const RowRounding& random, int64_t width, const RowsAhead<T, S>& ahead) {
   using M = opmath<T>;
-  const M owed = adam_row_owed(*v, step), old = *v;
+  const M pending = adam_row_pending(*v, step), old = *v;
   if (g == nullptr) {
-    drift(w, m, step.decay, owed, step.keep1, random, width);
+    drift(w, m, step.decay, pending, step.keep1, random, width);
     *v = step.keep2 * old;
     return;
   }
@@ -244,7 +255,8 @@ void adam_row(T* __restrict w, S* __restrict m, opmath<T>* __restrict v, const o
     in_parts(ahead, width, [=](int64_t begin, int64_t end) {
       for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
         M first = load(m[d]);
-        put<by_chance>(w + d, adam_row_element<M>(load(w[d]), first, g[d], s, owed, rate), table_bits(r, e));
+        put<by_chance>(w + d, adam_row_element<M>(load(w[d]), first, g[d], s, pending, rate),
+                       table_bits(r, e));
         put<true>(m + d, first, state_bits(r, e));
       }
     });
@@ -283,12 +295,14 @@ M power_sum(const M* __restrict x, double p, int64_t width) {
 
 template <typename T, typename S = opmath<T>>
 constexpr RowUpdates<T, S> updates() {
-  return {sum_rows<T>, sgd<T, S>, momentum<T, S>, adagrad<T, S>, adagrad_row<T, S>, adam<T, S>, adam_row<T, S>, drift<T, S>, decay<T>, power_sum<opmath<T>>};
+  return {sum_rows<T>, sgd<T, S>,      momentum<T, S>, adagrad<T, S>, adagrad_row<T, S>,
+          adam<T, S>,  adam_row<T, S>, drift<T, S>,    decay<T>,      power_sum<opmath<T>>};
 }
 
 } // namespace
 
-extern const RowUpdateTable row_updates{updates<float>(),       updates<double>(),     updates<Bf16>(),     updates<F16>(),
-                                        updates<float, Bf16>(), updates<Bf16, Bf16>(), updates<F16, Bf16>()};
+extern const RowUpdateTable row_updates{
+    updates<float>(),       updates<double>(),     updates<Bf16>(),     updates<F16>(),
+    updates<float, Bf16>(), updates<Bf16, Bf16>(), updates<F16, Bf16>()};
 
 } // namespace xsoftmax::XS_ISA

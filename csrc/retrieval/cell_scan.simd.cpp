@@ -1,6 +1,6 @@
 #include "retrieval/cell_scan.h"
 
-#include "core/simd.h"
+#include "cpu/simd.h"
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -13,7 +13,7 @@ constexpr int64_t kLanes = kScanLanes;
 
 constexpr int64_t kFloats = kRegisterBytes / sizeof(float);
 using Floats = float __attribute__((vector_size(kRegisterBytes), aligned(4), may_alias));
-using Quad = int32_t __attribute__((aligned(1), may_alias)); // four coordinates of a query
+using Quad = int32_t __attribute__((aligned(1), may_alias)); // four coordinates of a query code
 
 static inline void take(ScanQuery& query, uint32_t hit, const int32_t* product, int64_t group) {
   while (hit != 0) {
@@ -24,13 +24,15 @@ static inline void take(ScanQuery& query, uint32_t hit, const int32_t* product, 
   }
 }
 
-// The sums of the four coordinates of a quad, for 16 rows.
+// Accumulates the products of a quad (four coordinates) for 16 rows.
 #ifdef __AVX2__
 struct Sums {
-  __m256i part[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+  __m256i part[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(),
+                     _mm256_setzero_si256()};
 
   void add(const uint8_t* codes, const int8_t* code) {
-    const __m256i wide = _mm256_broadcastq_epi64(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(*(const Quad*)code)));
+    const __m256i wide =
+        _mm256_broadcastq_epi64(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(*(const Quad*)code)));
     for (int i = 0; i < 4; ++i) {
       const __m256i rows = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(codes + 16 * i)));
       part[i] = _mm256_add_epi32(part[i], _mm256_madd_epi16(rows, wide));
@@ -49,7 +51,8 @@ struct Sums {
 
   void add(const uint8_t* codes, const int8_t* code) {
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      sum[lane] += codes[4 * lane] * code[0] + codes[4 * lane + 1] * code[1] + codes[4 * lane + 2] * code[2] + codes[4 * lane + 3] * code[3];
+      sum[lane] += codes[4 * lane] * code[0] + codes[4 * lane + 1] * code[1] +
+          codes[4 * lane + 2] * code[2] + codes[4 * lane + 3] * code[3];
     }
   }
   void store(int32_t* out) const {
@@ -92,7 +95,8 @@ XS_VNNI void scan_vnni(ScanQuery* query, const uint8_t* codes, int64_t groups, i
     for (int64_t quad = 0; quad < quads; ++quad) {
       const __m512i rows = _mm512_loadu_si512(codes + quad * 4 * kLanes);
       for (int64_t q = 0; q < n; ++q) {
-        sum[q] = _mm512_dpbusd_epi32(sum[q], rows, _mm512_set1_epi32(*(const Quad*)(query[q].code + 4 * quad)));
+        sum[q] = _mm512_dpbusd_epi32(sum[q], rows,
+                                     _mm512_set1_epi32(*(const Quad*)(query[q].code + 4 * quad)));
       }
     }
     for (int64_t q = 0; q < n; ++q) {
@@ -131,7 +135,8 @@ void scan(ScanQuery* query, int64_t n, const uint8_t* codes, int64_t groups, int
 }
 
 template <int64_t n>
-void score_some(float* out, const float* query, const float* rows, int64_t width, int64_t out_stride) {
+void score_some(float* out, const float* query, const float* rows, int64_t width,
+                int64_t out_stride) {
   for (int64_t lane = 0; lane < kLanes; lane += kFloats) {
     Floats sum[n] = {};
     for (int64_t d = 0; d < width; ++d) {
@@ -146,7 +151,8 @@ void score_some(float* out, const float* query, const float* rows, int64_t width
   }
 }
 
-void score(float* out, const float* query, int64_t n, const float* rows, int64_t blocks, int64_t width) {
+void score(float* out, const float* query, int64_t n, const float* rows, int64_t blocks,
+           int64_t width) {
   for (int64_t block = 0; block < blocks; ++block, rows += width * kLanes, out += n * kLanes) {
     int64_t q = 0;
     for (; q + 4 <= n; q += 4) {
@@ -166,10 +172,12 @@ uint32_t reached(const float* centre, const float* reach, float length, float th
   return bits;
 }
 
-void likely(float* __restrict out, const float* centre, const float* reach, const float* size, float deviation, float threshold) {
+void likely(float* __restrict out, const float* centre, const float* reach, const float* size,
+            float deviation, float threshold) {
   for (int64_t lane = 0; lane < kLanes; ++lane) {
-    // The tail of the Gaussian to 2 %, and as steep far out.
-    const float x = (threshold - centre[lane]) / (deviation * reach[lane] + 1e-30f), y = x < 0 ? -x : x, z = y < 12.0f ? y : 12.0f;
+    // Approximates the Gaussian tail within 2 %, with the right steepness far out.
+    const float x = (threshold - centre[lane]) / (deviation * reach[lane] + 1e-30f),
+                y = x < 0 ? -x : x, z = y < 12.0f ? y : 12.0f;
     const float tail = 0.5f * exponential(-0.717f * z - 0.416f * z * z);
     out[lane] = size[lane] * (x < 0 ? 1.0f - tail : tail);
   }
@@ -198,6 +206,7 @@ double dot(const double* query, const T* row, int64_t width) {
 
 } // namespace
 
-extern const CellScanTable cell_scan{scan, score, reached, likely, dot<float>, dot<double>, dot<Bf16>, dot<F16>};
+extern const CellScanTable cell_scan{scan,       score,       reached,   likely,
+                                     dot<float>, dot<double>, dot<Bf16>, dot<F16>};
 
 } // namespace xsoftmax::XS_ISA

@@ -1,8 +1,9 @@
-#include "core/checks.h"
-#include "core/long_work.h"
-#include "core/optional.h"
+#include "op/checks.h"
+#include "op/long_work.h"
+#include "op/operators.h"
+#include "op/optional.h"
 #include "retrieval/search_index.h"
-#include "samplers/midx_index.h"
+#include "proposal/midx/midx_index.h"
 
 #include <xsoftmax/search.h>
 
@@ -29,23 +30,30 @@ auto typed(const char* name) {
 }
 
 std::pair<Tensor, Tensor> trained(const Tensor& weight, int64_t codewords, const Tensor& seed) {
-  static const auto slots = typed<Tensor(const Tensor&, int64_t, int64_t)>("xsoftmax::midx_training_slots");
-  static const auto codebooks =
-      typed<std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, bool)>("xsoftmax::midx_codebooks");
-  const Tensor chosen = slots.call(seed, weight.size(0), codewords * kRowsOfCodeword).to(weight.device());
+  static const auto slots =
+      typed<Tensor(const Tensor&, int64_t, int64_t)>("xsoftmax::midx_training_slots");
+  static const auto codebooks = typed<std::tuple<Tensor, Tensor, Tensor, Tensor>(
+      const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, bool)>(
+      "xsoftmax::midx_codebooks");
+  const Tensor chosen =
+      slots.call(seed, weight.size(0), codewords * kRowsOfCodeword).to(weight.device());
   const Tensor rows = weight.index_select(0, chosen).to(at::kFloat);
   const Tensor empty = at::zeros({codewords, weight.size(1)}, rows.options());
-  auto [first, second, inertia1, inertia2] = codebooks.call(seed, rows, empty, empty, kIterations, /*warm=*/false);
+  auto [first, second, inertia1, inertia2] =
+      codebooks.call(seed, rows, empty, empty, kIterations, /*warm=*/false);
   return {first, second};
 }
 
-/// How many codewords each codebook has.
-int64_t check_midx_search_index(const Tensor& weight, const OptionalTensor& codewords1, const OptionalTensor& codewords2, int64_t codewords,
+/// Checks the arguments and returns the number of codewords per codebook.
+int64_t check_midx_search_index(const Tensor& weight, const OptionalTensor& codewords1,
+                                const OptionalTensor& codewords2, int64_t codewords,
                                 const Tensor& seed) {
   check::dim(kOp, "weight", weight, 2);
   check::floating(kOp, "weight", weight);
-  TORCH_CHECK_VALUE(given(codewords1) == given(codewords2), kOp, ": expected both codewords1 and codewords2, or neither");
-  TORCH_CHECK_VALUE(codewords >= 0 && codewords <= kMidxMostCodewords, kOp, ": expected codewords in [0, ", kMidxMostCodewords, "], got ", codewords);
+  TORCH_CHECK_VALUE(given(codewords1) == given(codewords2), kOp,
+                    ": expected both codewords1 and codewords2, or neither");
+  TORCH_CHECK_VALUE(codewords >= 0 && codewords <= kMaxCodewords, kOp,
+                    ": expected codewords in [0, ", kMaxCodewords, "], got ", codewords);
   check::dim(kOp, "seed", seed, 0);
   check::int64(kOp, "seed", seed);
   if (given(codewords1)) {
@@ -54,39 +62,54 @@ int64_t check_midx_search_index(const Tensor& weight, const OptionalTensor& code
     return codewords1->size(0);
   }
   const double classes = double(weight.sym_size(0).guard_int(__FILE__, __LINE__));
-  return codewords > 0 ? codewords : std::clamp<int64_t>(int64_t(std::ceil(std::sqrt(classes / kRowsOfCell))), 1, kMostByDefault);
+  return codewords > 0 ? codewords
+                       : std::clamp<int64_t>(int64_t(std::ceil(std::sqrt(classes / kRowsOfCell))),
+                                             1, kMostByDefault);
 }
 
-std::vector<Tensor> search_index(const Tensor& weight, const OptionalTensor& bias, const Tensor& cell, int64_t cells) {
-  static const auto op = typed<std::vector<Tensor>(const Tensor&, const OptionalTensor&, const Tensor&, int64_t)>("xsoftmax::search_index");
+std::vector<Tensor> search_index(const Tensor& weight, const OptionalTensor& bias,
+                                 const Tensor& cell, int64_t cells) {
+  static const auto op =
+      typed<std::vector<Tensor>(const Tensor&, const OptionalTensor&, const Tensor&, int64_t)>(
+          "xsoftmax::search_index");
   return op.call(weight, bias, cell, cells);
 }
 
-std::vector<Tensor> midx_search_index_meta(const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& codewords1, const OptionalTensor& codewords2,
-                                           int64_t codewords, const Tensor& seed) {
+std::vector<Tensor> midx_search_index_meta(const Tensor& weight, const OptionalTensor& bias,
+                                           const OptionalTensor& codewords1,
+                                           const OptionalTensor& codewords2, int64_t codewords,
+                                           const Tensor& seed) {
   const int64_t k = check_midx_search_index(weight, codewords1, codewords2, codewords, seed);
-  return search_index(weight, bias, at::empty_symint({weight.sym_size(0)}, weight.options().dtype(at::kInt)), k * k);
+  return search_index(weight, bias,
+                      at::empty_symint({weight.sym_size(0)}, weight.options().dtype(at::kInt)),
+                      k * k);
 }
 
-std::vector<Tensor> build(const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& codewords1, const OptionalTensor& codewords2,
+std::vector<Tensor> build(const Tensor& weight, const OptionalTensor& bias,
+                          const OptionalTensor& codewords1, const OptionalTensor& codewords2,
                           int64_t codewords, const Tensor& seed) {
   const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
   const int64_t k = check_midx_search_index(weight, codewords1, codewords2, codewords, seed);
   const LongWork work(kOp);
-  const auto [first, second] = given(codewords1) ? std::pair(*codewords1, *codewords2) : trained(weight, k, seed);
+  const auto [first, second] =
+      given(codewords1) ? std::pair(*codewords1, *codewords2) : trained(weight, k, seed);
   return search_index(weight, bias, std::get<0>(midx_encode(weight, first, second)), k * k);
 }
 
 } // namespace
 
-std::vector<Tensor> midx_search_index(const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& codewords1, const OptionalTensor& codewords2,
-                                      int64_t codewords, const Tensor& seed) {
+std::vector<Tensor> midx_search_index(const Tensor& weight, const OptionalTensor& bias,
+                                      const OptionalTensor& codewords1,
+                                      const OptionalTensor& codewords2, int64_t codewords,
+                                      const Tensor& seed) {
   static const auto op = typed<decltype(build)>("xsoftmax::midx_search_index");
   return op.call(weight, bias, codewords1, codewords2, codewords, seed);
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("midx_search_index(Tensor weight, Tensor? bias, Tensor? codewords1, Tensor? codewords2, int codewords, Tensor seed) -> Tensor[]");
+XSOFTMAX_OPERATORS(m) {
+  m.def(
+      "midx_search_index(Tensor weight, Tensor? bias, Tensor? codewords1, Tensor? codewords2, int "
+      "codewords, Tensor seed) -> Tensor[]");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("midx_search_index", build); }

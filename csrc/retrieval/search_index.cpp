@@ -1,11 +1,13 @@
 #include "retrieval/search_index.h"
 
-#include "core/checks.h"
-#include "core/dtypes.h"
-#include "core/long_work.h"
-#include "core/memory.h"
+#include "op/checks.h"
+#include "cpu/dtypes.h"
+#include "op/long_work.h"
+#include "cpu/memory.h"
+#include "op/operators.h"
 #include "retrieval/cell_scan.h"
-#include "scores/row_kernels.h"
+#include "table/row_kernels.h"
+#include "op/find_op.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -27,9 +29,10 @@ using at::Tensor;
 constexpr const char* kOp = "search_index";
 constexpr int64_t kMostCells = 1 << 20, kMostWidth = 1 << 15;
 constexpr int64_t kRowsPerTask = 4096;
-constexpr double kLargest = 0x1p100; // of a coordinate: bounds in float32 must not overflow
+constexpr double kLargest = 0x1p100; // bound of a coordinate, so that float32 bounds are finite
 
-void check_search_index(const Tensor& weight, const OptionalTensor& bias, const Tensor& cell, int64_t num_cells) {
+void check_search_index(const Tensor& weight, const OptionalTensor& bias, const Tensor& cell,
+                        int64_t num_cells) {
   check::dim(kOp, "weight", weight, 2);
   check::floating(kOp, "weight", weight);
   if (given(bias)) {
@@ -42,34 +45,41 @@ void check_search_index(const Tensor& weight, const OptionalTensor& bias, const 
   check::size(kOp, "cell", cell, 0, weight.sym_size(0), "weight's rows");
   check::dtype(kOp, "cell", cell, at::kInt);
   check::same_device(kOp, "cell", cell, "weight", weight);
-  TORCH_CHECK_VALUE(num_cells >= 1 && num_cells <= kMostCells, kOp, ": expected num_cells in [1, ", kMostCells, "], got ", num_cells);
-  TORCH_CHECK_VALUE(weight.sym_size(1) + given(bias) <= kMostWidth, kOp, ": expected rows of at most ", kMostWidth, " coordinates, the bias included, got ",
-                    weight.sym_size(1) + given(bias));
-  TORCH_CHECK_VALUE(weight.sym_size(0) <= int64_t(1) << 34, kOp, ": expected at most 2^34 classes, got ", weight.sym_size(0));
+  TORCH_CHECK_VALUE(num_cells >= 1 && num_cells <= kMostCells, kOp, ": expected num_cells in [1, ",
+                    kMostCells, "], got ", num_cells);
+  TORCH_CHECK_VALUE(weight.sym_size(1) + given(bias) <= kMostWidth, kOp,
+                    ": expected rows of at most ", kMostWidth,
+                    " coordinates, the bias included, got ", weight.sym_size(1) + given(bias));
+  TORCH_CHECK_VALUE(weight.sym_size(0) <= int64_t(1) << 34, kOp,
+                    ": expected at most 2^34 classes, got ", weight.sym_size(0));
 }
 
-std::vector<Tensor> search_index_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& cell, int64_t num_cells) {
+std::vector<Tensor> search_index_meta(const Tensor& weight, const OptionalTensor& bias,
+                                      const Tensor& cell, int64_t num_cells) {
   check_search_index(weight, bias, cell, num_cells);
-  const c10::SymInt groups = (weight.sym_size(0) + (kScanLanes - 1) * num_cells) / kScanLanes, width = weight.sym_size(1) + given(bias);
+  const c10::SymInt groups = (weight.sym_size(0) + (kScanLanes - 1) * num_cells) / kScanLanes,
+                    width = weight.sym_size(1) + given(bias);
   const int64_t blocks = (num_cells + kScanLanes - 1) / kScanLanes;
   const auto real = weight.options().dtype(at::kFloat), integer = weight.options().dtype(at::kLong);
-  return {at::empty_symint({groups * kScanLanes}, integer),
-          at::empty_symint({groups, (width + 3) / 4, kScanLanes, 4}, weight.options().dtype(at::kByte)),
-          at::empty_symint({num_cells + 1}, integer),
-          at::empty_symint({groups}, real),
-          at::empty_symint({blocks, width, kScanLanes}, real),
-          at::empty_symint({kBounds, blocks * kScanLanes}, real),
-          at::empty({}, real)};
+  return {
+      at::empty_symint({groups * kScanLanes}, integer),
+      at::empty_symint({groups, (width + 3) / 4, kScanLanes, 4}, weight.options().dtype(at::kByte)),
+      at::empty_symint({num_cells + 1}, integer),
+      at::empty_symint({groups}, real),
+      at::empty_symint({blocks, width, kScanLanes}, real),
+      at::empty_symint({kBounds, blocks * kScanLanes}, real),
+      at::empty({}, real)};
 }
 
-// Rows of a table with the bias as one more coordinate, in float64.
+// Reads rows of a table in float64, with the bias as an additional coordinate.
 template <typename T>
 class Rows {
   using A = opmath<T>;
 
  public:
   Rows(const Tensor& weight, const Tensor& bias, double beta)
-      : rows_(const_data<T>(weight)), bias_(bias.defined() ? const_data<T>(bias) : nullptr), features_(weight.size(1)), beta_(beta), wide_(features_ + 1) {}
+      : rows_(const_data<T>(weight)), bias_(bias.defined() ? const_data<T>(bias) : nullptr),
+        features_(weight.size(1)), beta_(beta), wide_(features_ + 1) {}
 
   void read(int64_t id, double* out) {
     row_kernels().of(rows_).widen_row(wide_.data(), rows_ + id * features_, features_);
@@ -91,9 +101,11 @@ class Rows {
 
 class IndexBuilder {
  public:
-  IndexBuilder(const Tensor& weight, const OptionalTensor& bias, const Tensor& cell, int64_t num_cells)
-      : weight_(weight.contiguous()), bias_(given(bias) ? bias->contiguous() : Tensor()), cells_(num_cells),
-        index_(search_index_meta(weight, bias, cell, num_cells)), classes_(weight.size(0)), width_(weight.size(1) + given(bias)), quads_((width_ + 3) / 4) {
+  IndexBuilder(const Tensor& weight, const OptionalTensor& bias, const Tensor& cell,
+               int64_t num_cells)
+      : weight_(weight.contiguous()), bias_(given(bias) ? bias->contiguous() : Tensor()),
+        cells_(num_cells), index_(search_index_meta(weight, bias, cell, num_cells)),
+        classes_(weight.size(0)), width_(weight.size(1) + given(bias)), quads_((width_ + 3) / 4) {
     for (Tensor& tensor : index_) {
       advise_huge_pages(tensor);
     }
@@ -106,12 +118,13 @@ class IndexBuilder {
   }
 
  private:
-  // Groups of each cell, and in them the classes by rising id.
+  // Assigns groups to cells, and lists the classes of each cell by rising id.
   void place(const Tensor& cell) {
     const int32_t* of_class = cell.const_data_ptr<int32_t>();
     std::vector<int64_t> size(cells_, 0);
     for (int64_t i = 0; i < classes_; ++i) {
-      TORCH_CHECK_INDEX(of_class[i] >= 0 && of_class[i] < cells_, kOp, ": expected cells in [0, ", cells_, "), got ", of_class[i], " at position ", i);
+      TORCH_CHECK_INDEX(of_class[i] >= 0 && of_class[i] < cells_, kOp, ": expected cells in [0, ",
+                        cells_, "), got ", of_class[i], " at position ", i);
       ++size[of_class[i]];
     }
     int64_t* start = data<int64_t>(index_[2]);
@@ -141,26 +154,32 @@ class IndexBuilder {
     std::fill_n(reach, index_[5].size(1), -std::numeric_limits<float>::infinity());
     std::atomic<int64_t> bad = classes_;
     LongWork work(kOp, cells_);
-    at::parallel_for(0, cells_, std::max<int64_t>(1, cells_ * kRowsPerTask / std::max<int64_t>(1, classes_)), [&](int64_t begin, int64_t end) {
-      Rows<T> rows(weight_, bias_, beta);
-      for (int64_t c = begin; c < end && !work.stopped(); ++c) {
-        const int64_t wrong = code_cell(rows, c);
-        int64_t known = bad;
-        while (wrong < known && !bad.compare_exchange_weak(known, wrong)) {
-        }
-        work.add(1);
-      }
-    });
+    at::parallel_for(0, cells_,
+                     std::max<int64_t>(1, cells_ * kRowsPerTask / std::max<int64_t>(1, classes_)),
+                     [&](int64_t begin, int64_t end) {
+                       Rows<T> rows(weight_, bias_, beta);
+                       for (int64_t c = begin; c < end && !work.stopped(); ++c) {
+                         const int64_t wrong = code_cell(rows, c);
+                         int64_t known = bad;
+                         while (wrong < known && !bad.compare_exchange_weak(known, wrong)) {
+                         }
+                         work.add(1);
+                       }
+                     });
     work.check();
-    TORCH_CHECK_VALUE(bad == classes_, kOp, ": expected finite rows and biases, below 2^100, got others for class ", bad.load());
+    TORCH_CHECK_VALUE(bad == classes_, kOp,
+                      ": expected finite rows and biases, below 2^100, got others for class ",
+                      bad.load());
   }
 
-  // A power of two, so that b / beta and its product with beta are exact: the standard deviation of the biases over that of a coordinate.
+  // Returns the ratio of the standard deviations of the biases and of a coordinate, rounded to a
+  // power of two so that b / beta and its product with beta are exact.
   template <typename T>
   double choose_beta() {
     Rows<T> rows(weight_, bias_, 1);
     std::vector<double> row(width_);
-    const int64_t sample = std::min<int64_t>(classes_, 4096), step = std::max<int64_t>(1, classes_ / std::max<int64_t>(1, sample));
+    const int64_t sample = std::min<int64_t>(classes_, 4096),
+                  step = std::max<int64_t>(1, classes_ / std::max<int64_t>(1, sample));
     double squares = 0, bias_sum = 0, bias_squares = 0, count = 0;
     for (int64_t i = 0; i < classes_ && count < sample; i += step, ++count) {
       rows.read(i, row.data());
@@ -168,12 +187,14 @@ class IndexBuilder {
       bias_sum += row[width_ - 1];
       bias_squares += row[width_ - 1] * row[width_ - 1];
     }
-    const double variance = bias_squares / count - (bias_sum / count) * (bias_sum / count), of_rows = squares / (count * std::max<int64_t>(1, width_ - 1));
+    const double variance = bias_squares / count - (bias_sum / count) * (bias_sum / count),
+                 of_rows = squares / (count * std::max<int64_t>(1, width_ - 1));
     const double ratio = std::sqrt(variance / of_rows);
     return ratio > 0x1p-40 && ratio < 0x1p40 ? std::exp2(std::round(std::log2(ratio))) : 1;
   }
 
-  // Returns the first class with a number that is not finite, or how many classes there are.
+  // Encodes a cell. Returns the first class with a coordinate that is not finite or too large; the
+  // number of classes if there is none.
   template <typename T>
   int64_t code_cell(Rows<T>& rows, int64_t c) {
     const int64_t size = first_[c + 1] - first_[c];
@@ -181,7 +202,7 @@ class IndexBuilder {
       return classes_;
     }
     const int64_t* member = members_.data() + first_[c];
-    // Remainders, in float64: of large cells they are made again where they are needed.
+    // Remainders are recomputed in float64 whenever they are needed, because a cell may be large.
     std::vector<double> centre(width_, 0.0), row(width_);
     for (int64_t j = 0; j < size; ++j) {
       rows.read(member[j], row.data());
@@ -192,7 +213,8 @@ class IndexBuilder {
         centre[d] += row[d] / double(size);
       }
     }
-    float* of_cell = data<float>(index_[4]) + (c / kScanLanes) * width_ * kScanLanes + c % kScanLanes;
+    float* of_cell =
+        data<float>(index_[4]) + (c / kScanLanes) * width_ * kScanLanes + c % kScanLanes;
     double centre_square = 0;
     for (int64_t d = 0; d < width_; ++d) {
       of_cell[d * kScanLanes] = float(centre[d]);
@@ -221,8 +243,10 @@ class IndexBuilder {
     const int64_t group = data<int64_t>(index_[2])[c];
     int64_t* order = data<int64_t>(index_[0]) + group * kScanLanes;
     uint8_t* codes = data<uint8_t>(index_[1]) + group * quads_ * 4 * kScanLanes;
-    // What sums of float32 may lose of z.c, and sums of float64 of a score: |z| times this, with room.
-    const double rounding = double(width_ + 8) * 0x1p-23 * std::sqrt(centre_square) - by_norm[0].first * 1e-6;
+    // Bound, relative to |z|, of the rounding errors of z.c in float32 and of a score in float64,
+    // with a safety margin.
+    const double rounding =
+        double(width_ + 8) * 0x1p-23 * std::sqrt(centre_square) - by_norm[0].first * 1e-6;
     double error = 0, norm = 0;
     for (int64_t j = 0; j < size; ++j) {
       const int64_t id = by_norm[j].second;
@@ -234,7 +258,8 @@ class IndexBuilder {
       double error_square = 0, norm_square = 0;
       uint8_t* code = codes + (j / kScanLanes) * quads_ * 4 * kScanLanes + (j % kScanLanes) * 4;
       for (int64_t d = 0; d < width_; ++d) {
-        const double nearest = std::clamp(std::nearbyint(row[d] / scale), -127.0, 127.0), coded = nearest * scale;
+        const double nearest = std::clamp(std::nearbyint(row[d] / scale), -127.0, 127.0),
+                     coded = nearest * scale;
         code[(d / 4) * 4 * kScanLanes + d % 4] = uint8_t(int(nearest) + 128);
         error_square += (row[d] - coded) * (row[d] - coded);
         norm_square += coded * coded;
@@ -242,7 +267,9 @@ class IndexBuilder {
       error = std::max(error, error_square);
       norm = std::max(norm, norm_square);
     }
-    const auto set = [&](SearchBound which, float value) { data<float>(index_[5])[which * index_[5].size(1) + c] = value; };
+    const auto set = [&](SearchBound which, float value) {
+      data<float>(index_[5])[which * index_[5].size(1) + c] = value;
+    };
     set(kReach, above(-by_norm[0].first + rounding));
     set(kScale, scale);
     set(kCodeError, above(std::sqrt(error) + rounding));
@@ -258,16 +285,19 @@ class IndexBuilder {
   std::vector<int64_t> first_, members_;
 };
 
-std::vector<Tensor> search_index_cpu(const Tensor& weight, const OptionalTensor& bias, const Tensor& cell, int64_t num_cells) {
+std::vector<Tensor> search_index_cpu(const Tensor& weight, const OptionalTensor& bias,
+                                     const Tensor& cell, int64_t num_cells) {
   check_search_index(weight, bias, cell, num_cells);
   return IndexBuilder(weight, bias, cell, num_cells).build();
 }
 
-// The index of a table on a device is made on the CPU, of a copy.
-std::vector<Tensor> search_index_elsewhere(const Tensor& weight, const OptionalTensor& bias, const Tensor& cell, int64_t num_cells) {
+// Builds the index of a table on a device from a copy on the CPU.
+std::vector<Tensor> search_index_elsewhere(const Tensor& weight, const OptionalTensor& bias,
+                                           const Tensor& cell, int64_t num_cells) {
   check_search_index(weight, bias, cell, num_cells);
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::search_index", "").typed<decltype(search_index_cpu)>();
-  std::vector<Tensor> index = op.call(weight.cpu(), given(bias) ? OptionalTensor(bias->cpu()) : bias, cell.cpu(), num_cells);
+  static const auto op = find_op<decltype(search_index_cpu)>("xsoftmax::search_index");
+  std::vector<Tensor> index = op.call(
+      weight.cpu(), given(bias) ? OptionalTensor(bias->cpu()) : bias, cell.cpu(), num_cells);
   for (Tensor& tensor : index) {
     tensor = tensor.to(weight.device());
   }
@@ -276,9 +306,11 @@ std::vector<Tensor> search_index_elsewhere(const Tensor& weight, const OptionalT
 
 } // namespace
 
-SearchIndexView::SearchIndexView(const char* op, at::TensorList index, const Tensor& weight, const OptionalTensor& bias) {
+SearchIndexView::SearchIndexView(const char* op, at::TensorList index, const Tensor& weight,
+                                 const OptionalTensor& bias) {
   TORCH_CHECK_VALUE(index.size() == 7, op, ": expected an index of 7 tensors, got ", index.size());
-  order = index[0], codes = index[1], start = index[2], radius = index[3], centre = index[4], bounds = index[5], beta = index[6];
+  order = index[0], codes = index[1], start = index[2], radius = index[3], centre = index[4],
+  bounds = index[5], beta = index[6];
   const auto tensor = [&](const char* name, const Tensor& part, int64_t dim, at::ScalarType dtype) {
     check::dim(op, name, part, dim);
     check::dtype(op, name, part, dtype);
@@ -293,10 +325,13 @@ SearchIndexView::SearchIndexView(const char* op, at::TensorList index, const Ten
   tensor("index[5]", bounds, 2, at::kFloat);
   tensor("index[6]", beta, 0, at::kFloat);
   width = weight.size(1) + given(bias), quads = (width + 3) / 4;
-  cells = start.size(0) - 1, blocks = (cells + kScanLanes - 1) / kScanLanes, groups = radius.size(0);
-  TORCH_CHECK_VALUE(cells >= 1, op, ": expected index[2] of at least 2 numbers, got ", start.size(0));
+  cells = start.size(0) - 1, blocks = (cells + kScanLanes - 1) / kScanLanes,
+  groups = radius.size(0);
+  TORCH_CHECK_VALUE(cells >= 1, op, ": expected index[2] of at least 2 numbers, got ",
+                    start.size(0));
   const auto sizes = [&](const char* name, const Tensor& part, at::IntArrayRef expected) {
-    TORCH_CHECK_VALUE(part.sizes() == expected, op, ": expected ", name, " of shape ", expected, ", got ", part.sizes());
+    TORCH_CHECK_VALUE(part.sizes() == expected, op, ": expected ", name, " of shape ", expected,
+                      ", got ", part.sizes());
   };
   sizes("index[0]", order, {groups * kScanLanes});
   sizes("index[1]", codes, {groups, quads, kScanLanes, 4});
@@ -307,14 +342,19 @@ SearchIndexView::SearchIndexView(const char* op, at::TensorList index, const Ten
 void SearchIndexView::check_starts(const char* op) const {
   const int64_t* first = start.const_data_ptr<int64_t>();
   for (int64_t c = 0; c < cells; ++c) {
-    TORCH_CHECK_VALUE(first[c] >= 0 && first[c] <= first[c + 1] && first[c + 1] <= groups, op, ": expected index[2] to rise from 0 to at most ", groups,
-                      ", got ", first[c], " and ", first[c + 1], " at position ", c);
+    TORCH_CHECK_VALUE(first[c] >= 0 && first[c] <= first[c + 1] && first[c + 1] <= groups, op,
+                      ": expected index[2] to rise from 0 to at most ", groups, ", got ", first[c],
+                      " and ", first[c + 1], " at position ", c);
   }
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("search_index(Tensor weight, Tensor? bias, Tensor cell, int num_cells) -> Tensor[]"); }
+XSOFTMAX_OPERATORS(m) {
+  m.def("search_index(Tensor weight, Tensor? bias, Tensor cell, int num_cells) -> Tensor[]");
+}
 
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("search_index", search_index_elsewhere); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("search_index", search_index_elsewhere);
+}
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("search_index", search_index_cpu); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("search_index", search_index_meta); }
 

@@ -1,69 +1,76 @@
 #pragma once
 
-#include "core/cuda_launch.cuh"
-#include "core/simd.h"
+#include "op/cuda_launch.cuh"
+#include "cpu/simd.h"
 
 #include <ATen/OpMathType.h>
 
 #include <cmath>
 #include <limits>
 
-// Lists of the classes that may be among the best k of a query, on a device. A block of kThreads fills
-// a list; all its functions are barriers.
+// Lists of the classes that may be among the best k of a query, on a device. A block of kThreads
+// threads fills a list; all member functions are barriers.
 
 namespace xsoftmax::cuda {
 
-constexpr int kPerThread = 4; ///< candidates that a thread adds to a list at once, at most
+constexpr int kPerThread = 4; ///< maximum number of candidates that a thread adds at once
 
-/// How many candidates a list holds: no fewer than remain when it has been settled, and all that a
-/// block adds at once.
+/// Returns the capacity of a list: room for all candidates that remain after catch_up(), and for
+/// all that a block adds at once.
 inline int64_t list_capacity(int64_t k) { return 2 * k + kThreads * kPerThread; }
 
-/// Lists [L] as they lie in memory.
-struct ListMemory {
+/// Memory of L lists.
+struct ListStorage {
   double* score;     ///< [L, capacity]
   int64_t* id;       ///< [L, capacity]
-  float* error;      ///< [L, capacity], by how much a score may be wrong; -1: it was computed in float64
-  double* threshold; ///< [L], which k classes of the query score
+  float* error;      ///< [L, capacity], error bound of a score; -1: it was computed in float64
+  double* threshold; ///< [L], at least k classes of the query score this much
   int64_t* count;    ///< [L]
   int64_t capacity;
 
-  static constexpr int64_t kBytes = sizeof(double) + sizeof(int64_t) + sizeof(float); ///< of a candidate
+  /// Bytes per candidate.
+  static constexpr int64_t kBytes = sizeof(double) + sizeof(int64_t) + sizeof(float);
 };
 
 enum QueryState : int32_t { kSearched, kZero, kUndefined };
 
-/// A query, searched as z 2^exponent, whose largest coordinate is in [1, 2), so that bounds neither
-/// overflow nor vanish.
+/// A query. It is searched as z 2^exponent, whose largest coordinate is in [1, 2), so that bounds
+/// neither overflow nor underflow.
 struct SearchQuery {
   double length, lost; ///< |z|; |z - scale x code|
   double scale;
-  float factor, lost_error, norm_error, least_error; ///< of products with rounded rows (search_products.cuh)
+  /// Error bounds of products with rounded rows (search_products.cuh).
+  float factor, lost_error, norm_error, least_error;
   int32_t exponent, state;
 };
 
 #ifdef __CUDACC__
-/// The largest float that is not above x.
+/// Returns the largest float that is not above x.
 __device__ inline float below(double x) {
   const float nearest = float(x);
-  return double(nearest) > x ? nextafterf(nearest, -std::numeric_limits<float>::infinity()) : nearest;
+  return double(nearest) > x ? nextafterf(nearest, -std::numeric_limits<float>::infinity())
+                             : nearest;
 }
 
-/// A float as a whole number of the same order, at least 1; NaN is the least.
-__device__ inline uint32_t rank_of(float x) { return x != x ? 1u : max(1u, uint32_t(on_device::ordered(x + 0.0f)) ^ 0x80000000u); }
-__device__ inline float from_rank(uint32_t key) { return on_device::from_ordered(int32_t(key ^ 0x80000000u)); }
+/// Maps a float to an integer of the same order, at least 1; NaN is the smallest.
+__device__ inline uint32_t rank_of(float x) {
+  return x != x ? 1u : max(1u, uint32_t(on_device::ordered(x + 0.0f)) ^ 0x80000000u);
+}
+__device__ inline float from_rank(uint32_t key) {
+  return on_device::from_ordered(int32_t(key ^ 0x80000000u));
+}
 
-/// The scores of one query in float64, a warp a class.
+/// Scores classes for one query in float64. One warp per class.
 template <typename T>
 struct RowScorer {
   const T* rows;
   const T* bias; ///< nullptr: none
   int64_t features, classes;
-  const double* query; ///< [features], scaled
+  const double* query; ///< [features], scaled by 2^exponent
   int exponent;
 
   __device__ double operator()(int64_t id) const {
-    CUDA_KERNEL_ASSERT(id < classes); // index[0]
+    CUDA_KERNEL_ASSERT(id < classes); // ids come from index[0]
     const T* row = rows + id * features;
     double sum = 0;
     for (int64_t d = lane(); d < features; d += kWarp) {
@@ -77,41 +84,46 @@ struct RowScorer {
 /// A class that may be among the best.
 struct Candidate {
   double score;
-  float error; ///< by how much the score may be wrong; -1: it was computed in float64
+  float error; ///< error bound of the score; -1: it was computed in float64
   int64_t id;
-  bool there; ///< false: none
+  bool there; ///< false: not a candidate
 
   __device__ double slack() const { return error < 0 ? 0.0 : double(error); }
-  __device__ bool reaches(double threshold) const { return there && !(score + slack() < threshold); }
+  __device__ bool reaches(double threshold) const {
+    return there && !(score + slack() < threshold);
+  }
 };
 
-/// One list, in every thread of a block.
+/// A view of one list, held by every thread of a block.
 class SearchList {
  public:
-  /// storage: shared, of kWarp elements.
-  __device__ SearchList(const ListMemory& memory, int64_t list, int64_t k, int64_t* storage)
-      : score_(memory.score + list * memory.capacity), id_(memory.id + list * memory.capacity), error_(memory.error + list * memory.capacity),
-        capacity_(memory.capacity), k_(k), storage_(storage) {}
+  /// storage: shared memory of kWarp elements.
+  __device__ SearchList(const ListStorage& memory, int64_t list, int64_t k, int64_t* storage)
+      : score_(memory.score + list * memory.capacity), id_(memory.id + list * memory.capacity),
+        error_(memory.error + list * memory.capacity), capacity_(memory.capacity), k_(k),
+        storage_(storage) {}
 
   __device__ void clear(double least) {
     count = 0;
     threshold = least;
   }
-  __device__ void load(const ListMemory& memory, int64_t list) {
+  __device__ void load(const ListStorage& memory, int64_t list) {
     count = memory.count[list];
     threshold = memory.threshold[list];
   }
-  __device__ void store(const ListMemory& memory, int64_t list) const {
+  __device__ void store(const ListStorage& memory, int64_t list) const {
     if (threadIdx.x == 0) {
       memory.count[list] = count;
       memory.threshold[list] = threshold;
     }
     __syncthreads();
   }
-  /// No candidate for i >= count.
-  __device__ Candidate operator[](int64_t i) const { return i < count ? Candidate{score_[i], error_[i], id_[i], true} : Candidate{0, 0, 0, false}; }
+  /// Returns candidate i; for i >= count one that is not there.
+  __device__ Candidate operator[](int64_t i) const {
+    return i < count ? Candidate{score_[i], error_[i], id_[i], true} : Candidate{0, 0, 0, false};
+  }
 
-  /// Adds those of all threads that the threshold leaves.
+  /// Adds the candidates of all threads that reach the threshold.
   template <int N, typename Scorer>
   __device__ void add(const Candidate (&mine)[N], const Scorer& scorer) {
     static_assert(N <= kPerThread);
@@ -135,16 +147,17 @@ class SearchList {
         __syncthreads();
         return;
       }
-      attempt == 0 ? tighten() : settle(scorer);
+      attempt == 0 ? tighten() : catch_up(scorer);
     }
   }
 
-  /// Raises the threshold to what k candidates score at least, and drops those that cannot score as much.
+  /// Raises the threshold to the k-th largest lower bound, and drops the candidates that cannot
+  /// reach it.
   __device__ void tighten() {
     if (count < k_) {
       return;
     }
-    uint32_t least = 0; // the largest that k keys reach, bit by bit
+    uint32_t least = 0; // the largest key that at least k candidates reach, built bit by bit
     for (uint32_t bit = 0x80000000u; bit != 0; bit >>= 1) {
       int64_t reach = 0;
       for (int64_t base = 0; base < count; base += blockDim.x) {
@@ -162,7 +175,7 @@ class SearchList {
       const bool keep = mine.reaches(threshold);
       int64_t more;
       const int64_t place = kept + block_inclusive_sum(int64_t(keep), &more, storage_) - 1;
-      if (keep) { // all have read theirs: the sum is a barrier
+      if (keep) { // safe: the sum above is a barrier, so all threads have read their candidates
         score_[place] = mine.score;
         error_[place] = mine.error;
         id_[place] = mine.id;
@@ -173,9 +186,9 @@ class SearchList {
     __syncthreads();
   }
 
-  /// Computes the scores of all candidates in float64, and keeps the best k, best first.
+  /// Scores all candidates in float64 and keeps the best k, best first.
   template <typename Scorer>
-  __device__ void settle(const Scorer& scorer) {
+  __device__ void catch_up(const Scorer& scorer) {
     tighten();
     for (int64_t i = threadIdx.x / kWarp; i < count; i += blockDim.x / kWarp) {
       if (!(error_[i] < 0)) {
@@ -199,17 +212,22 @@ class SearchList {
   double threshold = -std::numeric_limits<double>::infinity();
 
  private:
-  __device__ uint32_t key(int64_t i) const { return rank_of(below((*this)[i].score - (*this)[i].slack())); }
+  __device__ uint32_t key(int64_t i) const {
+    return rank_of(below((*this)[i].score - (*this)[i].slack()));
+  }
 
-  // A bitonic sort of candidates with exact scores. All comparisons leave the better one at the lower
-  // place, so the places behind the last candidate take part as if they held the worst.
+  // Bitonic sort of candidates with exact scores. Every comparison moves the better candidate to
+  // the lower index, so indices past the last candidate can be treated as holding the worst.
   __device__ void sort() {
     for (int64_t size = 2; size / 2 < count; size *= 2) {
       for (int64_t half = size / 2; half > 0; half /= 2) {
         const bool mirrored = half == size / 2;
         for (int64_t pair = threadIdx.x; pair / half * 2 * half < count; pair += blockDim.x) {
-          const int64_t begin = pair / half * 2 * half, one = begin + pair % half, other = mirrored ? begin + 2 * half - 1 - pair % half : one + half;
-          if (other < count && (score_[other] > score_[one] || (score_[other] == score_[one] && id_[other] < id_[one]))) {
+          const int64_t begin = pair / half * 2 * half, one = begin + pair % half,
+                        other = mirrored ? begin + 2 * half - 1 - pair % half : one + half;
+          if (other < count &&
+              (score_[other] > score_[one] ||
+               (score_[other] == score_[one] && id_[other] < id_[one]))) {
             const double score = score_[one];
             const int64_t id = id_[one];
             score_[one] = score_[other];

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "core/cuda_rows.cuh"
+#include "table/cuda_rows.cuh"
 #include "retrieval/search_list.cuh"
 
 #include <c10/util/BFloat16.h>
@@ -8,16 +8,16 @@
 
 #include <type_traits>
 
-// Searches that read all rows: products on tensor cores, of rows and queries rounded to 16 bits, whose
-// rounding is bounded; what may be among the best is scored again in float64.
+// Searches that read all rows: products on tensor cores of rows and queries rounded to 16 bits. The
+// rounding error is bounded, and classes that may be among the best are scored again in float64.
 //
-// With z' = z 2^(exponent + f), whose largest coordinate is in [1, 2), ẑ and ŵ of 16 bits and
-// factor = 2^-f, the score z.w + b lies within
+// Let z' = z 2^(exponent + f), whose largest coordinate is in [1, 2), ẑ and ŵ the 16-bit values,
+// and factor = 2^-f. Then the difference between the score z.w + b and factor ẑ.ŵ + b is at most
 //
 //   factor (|z'| |w - ŵ| + |z' - ẑ| |ŵ| + (D + 16) 2^-22 |ẑ| |ŵ|) + 2^-22 |b| + least_error
 //   = lost_error |w - ŵ| + norm_error |ŵ| + ...
 //
-// of factor ẑ.ŵ + b, a product of float32 sums, in any order and by additions that cut off.
+// for a product ẑ.ŵ that is summed in float32, in any order and with truncating additions.
 
 namespace xsoftmax::cuda {
 
@@ -25,19 +25,19 @@ namespace xsoftmax::cuda {
 template <typename T>
 using Rounded = std::conditional_t<std::is_same_v<T, c10::Half>, c10::Half, c10::BFloat16>;
 
-/// Classes begin ... begin + size - 1, and what is known of them.
+/// Classes begin ... begin + size - 1 and the bounds of their rounding errors.
 template <typename T>
 struct RowBlock {
-  const T* rows; // of all classes
-  const T* bias; // nullptr: none
-  Rounded<T>* rounded; // [size, features]; nullptr: rows have 16 bits
+  const T* rows;       // all rows of the table
+  const T* bias;       // nullptr: none
+  Rounded<T>* rounded; // [size, features]; nullptr: the table has 16-bit rows
   float *lost, *norm; // [size]: |w - ŵ|, |ŵ|
-  float* largest;     // [2], of lost and of norm, 0 before
+  float* largest;     // [2], the maxima of lost and norm; zeroed by the caller
   int64_t begin, size, features;
 };
 
 #ifdef __CUDACC__
-/// A warp a row: rounds it, and bounds what that loses.
+/// Rounds rows to 16 bits and bounds the rounding errors. One warp per row.
 template <typename T>
 __global__ void round_rows_kernel(RowBlock<T> block) {
   for (int64_t j = global_thread() / kWarp; j < block.size; j += grid_threads() / kWarp) {
@@ -52,23 +52,29 @@ __global__ void round_rows_kernel(RowBlock<T> block) {
         block.rounded[j * block.features + d] = near;
       }
     }
-    const float all_lost = float(sqrt(warp_sum(lost)) * (1 + 1e-6)), all_norm = float(sqrt(warp_sum(norm)) * (1 + 1e-6));
+    const float all_lost = float(sqrt(warp_sum(lost)) * (1 + 1e-6)),
+                all_norm = float(sqrt(warp_sum(norm)) * (1 + 1e-6));
     if (lane() == 0) {
       block.lost[j] = all_lost;
       block.norm[j] = all_norm;
-      atomicMax(reinterpret_cast<int*>(block.largest), __float_as_int(all_lost)); // neither is negative
+      // Neither is negative, so their bits are ordered like integers.
+      atomicMax(reinterpret_cast<int*>(block.largest), __float_as_int(all_lost));
       atomicMax(reinterpret_cast<int*>(block.largest) + 1, __float_as_int(all_norm));
     }
   }
 }
 
-/// The score of a class by its product, and by how much that may be wrong.
+/// Returns the score of a class, computed from its rounded product, and its error bound.
 template <typename T>
-__device__ inline Candidate scored(const RowBlock<T>& block, const SearchQuery& query, float bias_scale, float product, int64_t j, float threshold) {
+__device__ inline Candidate scored(const RowBlock<T>& block, const SearchQuery& query,
+                                   float bias_scale, float product, int64_t j, float threshold) {
   const float bias = block.bias == nullptr ? 0.0f : float(block.bias[block.begin + j]) * bias_scale;
-  const float score = product * query.factor + bias, fixed = fabsf(bias) * 0x1p-22f + query.least_error;
-  Candidate one{score, query.lost_error * block.largest[0] + query.norm_error * block.largest[1] + fixed, block.begin + j, true};
-  if (score + one.error < threshold) { // by bounds of all rows of the block; NaN stays
+  const float score = product * query.factor + bias,
+              fixed = fabsf(bias) * 0x1p-22f + query.least_error;
+  Candidate one{score,
+                query.lost_error * block.largest[0] + query.norm_error * block.largest[1] + fixed,
+                block.begin + j, true};
+  if (score + one.error < threshold) { // by the maxima of the block; false for NaN
     one.there = false;
     return one;
   }
@@ -76,11 +82,13 @@ __device__ inline Candidate scored(const RowBlock<T>& block, const SearchQuery& 
   return one;
 }
 
-/// A block of threads a query: adds to its list the classes of a block whose product reaches the
-/// threshold; first: the list is empty.
+/// Adds the classes of a block whose products reach the threshold to the lists. One block of
+/// threads per query. first: the list is empty.
 template <typename T, int N>
-__global__ void fold_products_kernel(RowBlock<T> block, const float* products, const SearchQuery* queries, const double* wide, int64_t width, int64_t count,
-                                     ListMemory lists, RowScorer<T> scorer, int64_t k, bool first) {
+__global__ void fold_products_kernel(RowBlock<T> block, const float* products,
+                                     const SearchQuery* queries, const double* wide, int64_t width,
+                                     int64_t count, ListStorage lists, RowScorer<T> scorer,
+                                     int64_t k, bool first) {
   __shared__ int64_t storage[kWarp];
   for (int64_t q = blockIdx.x; q < count; q += gridDim.x) {
     const SearchQuery query = queries[q];
@@ -92,7 +100,8 @@ __global__ void fold_products_kernel(RowBlock<T> block, const float* products, c
     scorer.exponent = query.exponent;
     const float bias_scale = float(ldexp(1.0, query.exponent));
     const float* row = products + q * block.size;
-    for (int64_t base = 0; base < block.size && query.state == kSearched; base += int64_t(blockDim.x) * N) {
+    for (int64_t base = 0; base < block.size && query.state == kSearched;
+         base += int64_t(blockDim.x) * N) {
       const int64_t j = base + int64_t(threadIdx.x) * N;
       const float threshold = below(list.threshold);
       Candidate mine[N];

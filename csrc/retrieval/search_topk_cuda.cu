@@ -1,9 +1,9 @@
-#include "core/dtypes.h"
-#include "core/impl.h"
+#include "cpu/dtypes.h"
+#include "cpu/impl.h"
 #include "retrieval/search_cells.cuh"
 #include "retrieval/search_products.cuh"
 #include "retrieval/search_topk.h"
-#include "scores/gather_dot_cuda.h"
+#include "table/gather_dot_cuda.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
@@ -18,27 +18,31 @@ using namespace cuda;
 using at::Tensor;
 
 constexpr const char* kOp = "search_topk";
-constexpr int64_t kWorkspaceBytes = 256 << 20; // of the queries that are searched at once, unless one takes more
-constexpr int64_t kProductBytes = 64 << 20;    // of a block of classes
-constexpr int64_t kLeastClasses = 1024, kMostClasses = 65536; // in a block
-constexpr int64_t kMostQueries = 1 << 16;      // at once
-constexpr int64_t kBlocks = 1024;              // that read cells where queries are few
-// A query that reads a third of the codes, a byte a coordinate, costs as much as a read of 1 / 3 of a table of bytes, which all queries share.
+// Memory for the queries that are searched at once. A single query may take more.
+constexpr int64_t kWorkspaceBytes = 256 << 20;
+constexpr int64_t kProductBytes = 64 << 20; // memory for the products with a block of classes
+constexpr int64_t kLeastClasses = 1024, kMostClasses = 65536; // classes in a block
+constexpr int64_t kMostQueries = 1 << 16; // queries searched at once
+constexpr int64_t kBlocks = 1024; // thread blocks that share the cells if queries are few
+// Queries per byte of an element up to which searching by cells is cheaper: each query reads about
+// a third of the codes (one byte per coordinate), while a pass over all rows of the table is shared
+// by all queries.
 constexpr int64_t kQueriesPerByte = 3;
 
-// Queries in the forms that the kernels read; nullptr where a form is not needed.
+// Queries in the forms that the kernels read; nullptr for a form that is not needed.
 template <typename T>
 struct PreparedQueries {
-  SearchQuery* query;  // [Q]
-  double* wide;        // [Q, width]
-  float* row;          // [Q, width]
-  int8_t* code;        // [Q, 4 quads]
+  SearchQuery* query; // [Q]
+  double* wide; // [Q, width], scaled by 2^exponent
+  float* row; // [Q, width], the same in float32
+  int8_t* code; // [Q, 4 quads]
   Rounded<T>* rounded; // [Q, features]
 };
 
-// A warp a query.
+// One warp per query.
 template <typename T>
-__global__ void prepare_queries_kernel(PreparedQueries<T> out, const T* input, const float* beta, int64_t queries, int64_t features, int64_t width) {
+__global__ void prepare_queries_kernel(PreparedQueries<T> out, const T* input, const float* beta,
+                                       int64_t queries, int64_t features, int64_t width) {
   const int64_t quads = (width + 3) / 4;
   for (int64_t q = global_thread() / kWarp; q < queries; q += grid_threads() / kWarp) {
     const T* z = input + q * features;
@@ -51,7 +55,8 @@ __global__ void prepare_queries_kernel(PreparedQueries<T> out, const T* input, c
     }
     most = warp_max(most);
     finite = __all_sync(kAllLanes, finite) != 0;
-    const double met = width > features ? double(*beta) : 0.0, largest = most > met ? most : met; // the coordinate that meets the bias
+    // `met` is the coordinate of the query that multiplies the bias.
+    const double met = width > features ? double(*beta) : 0.0, largest = most > met ? most : met;
     SearchQuery query{};
     query.state = !finite ? kUndefined : largest > 0 ? kSearched : kZero;
     query.exponent = query.state == kSearched ? -ilogb(largest) : 0;
@@ -59,7 +64,9 @@ __global__ void prepare_queries_kernel(PreparedQueries<T> out, const T* input, c
     const int shift = query.state == kSearched && most > 0 ? -ilogb(most) - query.exponent : 0;
     double square = 0, lost = 0, near_square = 0, near_lost = 0, near_all = 0;
     for (int64_t d = lane(); d < 4 * quads; d += kWarp) {
-      const double x = query.state != kSearched || d >= width ? 0.0 : ldexp(d < features ? double(z[d]) : met, query.exponent);
+      const double x = query.state != kSearched || d >= width
+          ? 0.0
+          : ldexp(d < features ? double(z[d]) : met, query.exponent);
       const double nearest = nearbyint(x / query.scale), error = x - nearest * query.scale;
       square += x * x;
       lost += error * error;
@@ -83,12 +90,15 @@ __global__ void prepare_queries_kernel(PreparedQueries<T> out, const T* input, c
     }
     query.length = sqrt(warp_sum(square)) * (1 + 1e-7);
     query.lost = sqrt(warp_sum(lost)) * (1 + 1e-7);
-    // Where the factor vanishes, the rounding that is allowed for is more than the product.
+    // If the factor underflows, the error bound still exceeds the product.
     const double room = 1 + 1e-6, weight = ldexp(room, shift < 100 ? -shift : -100);
     query.factor = float(ldexp(1.0, -shift));
     query.lost_error = float(weight * sqrt(warp_sum(near_all)) * room);
-    query.norm_error = float(weight * room * (sqrt(warp_sum(near_lost)) + double(features + 16) * 0x1p-22 * sqrt(warp_sum(near_square))));
-    query.least_error = query.exponent < -126 ? 0x1p-26f : 1e-33f; // of what is flushed to 0; biases are below 2^100
+    query.norm_error = float(weight * room *
+                             (sqrt(warp_sum(near_lost)) +
+                              double(features + 16) * 0x1p-22 * sqrt(warp_sum(near_square))));
+    // Error of values that are flushed to 0; biases are below 2^100.
+    query.least_error = query.exponent < -126 ? 0x1p-26f : 1e-33f;
     if (lane() == 0) {
       out.query[q] = query;
     }
@@ -98,13 +108,15 @@ __global__ void prepare_queries_kernel(PreparedQueries<T> out, const T* input, c
 template <typename T>
 struct FoundRows {
   at::opmath_type<T>* scores; // [Q, k]
-  int64_t *ids, *cells_read;  // [Q, k], [Q]
-  bool* certified;            // [Q]
+  int64_t *ids, *cells_read; // [Q, k], [Q]
+  bool* certified; // [Q]
 };
 
-// A block a query: joins its lists, and writes the best. limited: the number of cells has a limit. of.product is nullptr where all cells were read.
+// Merges the lists of a query and writes the best. One block per query. limited: whether the number
+// of cells is limited. of.product is nullptr if all cells were read.
 template <typename T>
-__global__ void write_found_kernel(FoundRows<T> out, CellQueries of, CellTable table, ListMemory lists, RowScorer<T> scorer, int64_t k, int64_t parts,
+__global__ void write_found_kernel(FoundRows<T> out, CellQueries of, CellTable table,
+                                   ListStorage lists, RowScorer<T> scorer, int64_t k, int64_t parts,
                                    bool limited) {
   __shared__ CellBatch batch;
   const bool by_cells = of.product != nullptr;
@@ -113,7 +125,8 @@ __global__ void write_found_kernel(FoundRows<T> out, CellQueries of, CellTable t
     if (query.state != kSearched) {
       const bool zero = query.state == kZero;
       for (int64_t i = threadIdx.x; i < k; i += blockDim.x) {
-        out.scores[q * k + i] = zero ? at::opmath_type<T>(0) : std::numeric_limits<at::opmath_type<T>>::quiet_NaN();
+        out.scores[q * k + i] =
+            zero ? at::opmath_type<T>(0) : std::numeric_limits<at::opmath_type<T>>::quiet_NaN();
         out.ids[q * k + i] = i;
       }
       if (threadIdx.x == 0) {
@@ -136,8 +149,8 @@ __global__ void write_found_kernel(FoundRows<T> out, CellQueries of, CellTable t
         list.add(mine, scorer);
       }
     }
-    list.settle(scorer);
-    CUDA_KERNEL_ASSERT(list.count == k); // an index that holds every class
+    list.catch_up(scorer);
+    CUDA_KERNEL_ASSERT(list.count == k); // fails for an index without some of the classes
     for (int64_t i = threadIdx.x; i < k; i += blockDim.x) {
       const Candidate one = list[i];
       out.scores[q * k + i] = at::opmath_type<T>(ldexp(one.score, -query.exponent));
@@ -161,20 +174,30 @@ __global__ void write_found_kernel(FoundRows<T> out, CellQueries of, CellTable t
 template <typename T>
 class CudaSearch {
  public:
-  CudaSearch(const Tensor& input, const Tensor& weight, const Tensor& bias, const SearchIndexView& index, int64_t k, const SearchOptions& options)
-      : input_(input), weight_(weight), beta_(index.beta), table_(index), k_(k), most_(options.max_cells.value_or(0)), features_(weight.size(1)),
-        scorer_{weight.const_data_ptr<T>(), bias.defined() ? bias.const_data_ptr<T>() : nullptr, features_, weight.size(0), nullptr, 0} {}
+  CudaSearch(const Tensor& input, const Tensor& weight, const Tensor& bias,
+             const SearchIndexView& index, int64_t k, const SearchOptions& options)
+      : input_(input), weight_(weight), beta_(index.beta), table_(index), k_(k),
+        most_(options.max_cells.value_or(0)), features_(weight.size(1)),
+        scorer_{weight.const_data_ptr<T>(),
+                bias.defined() ? bias.const_data_ptr<T>() : nullptr,
+                features_,
+                weight.size(0),
+                nullptr,
+                0} {}
 
   void run(const Found& found) {
     const int64_t queries = input_.size(0);
     const bool by_cells = most_ > 0 || queries <= kQueriesPerByte * int64_t(sizeof(T));
-    const int64_t lists = list_capacity(k_) * ListMemory::kBytes, of_cells = table_.columns() * (4 + 4 + 1) + table_.quads * 4;
+    const int64_t lists = list_capacity(k_) * ListStorage::kBytes,
+                  of_cells = table_.columns() * (4 + 4 + 1) + table_.quads * 4;
     if (by_cells && most_ == 0) {
       const int64_t room = std::max<int64_t>(1, kWorkspaceBytes / (queries * lists) - 1);
       parts_ = std::clamp<int64_t>(kBlocks / queries, 1, std::min(room, table_.blocks));
     }
-    const int64_t bytes = (parts_ + 1) * lists + table_.width * (8 + 4) + (by_cells ? of_cells : 4 * kLeastClasses);
-    const int64_t wave = std::clamp<int64_t>(kWorkspaceBytes / bytes, 1, std::min(queries, kMostQueries));
+    const int64_t bytes =
+        (parts_ + 1) * lists + table_.width * (8 + 4) + (by_cells ? of_cells : 4 * kLeastClasses);
+    const int64_t wave =
+        std::clamp<int64_t>(kWorkspaceBytes / bytes, 1, std::min(queries, kMostQueries));
     for (first_ = 0; first_ < queries; first_ += wave) {
       count_ = std::min(wave, queries - first_);
       by_cells ? read_cells(found) : read_rows(found);
@@ -193,23 +216,28 @@ class CudaSearch {
     return static_cast<X*>(kept_.back().mutable_data_ptr());
   }
 
-  ListMemory make_lists() {
+  ListStorage make_lists() {
     const int64_t lists = count_ * (parts_ + 1), capacity = list_capacity(k_);
-    return {memory<double>({lists, capacity}), memory<int64_t>({lists, capacity}), memory<float>({lists, capacity}),
-            memory<double>({lists}),           memory<int64_t>({lists}),           capacity};
+    return {memory<double>({lists, capacity}), memory<int64_t>({lists, capacity}),
+            memory<float>({lists, capacity}),  memory<double>({lists}),
+            memory<int64_t>({lists}),          capacity};
   }
 
   void prepare(const PreparedQueries<T>& into) {
-    prepare_queries_kernel<T><<<grid_size(count_, kThreads / kWarp), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        into, input_.const_data_ptr<T>() + first_ * features_, beta_.const_data_ptr<float>(), count_, features_, table_.width);
+    prepare_queries_kernel<T>
+        <<<grid_size(count_, kThreads / kWarp), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+            into, input_.const_data_ptr<T>() + first_ * features_, beta_.const_data_ptr<float>(),
+            count_, features_, table_.width);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
-  void write(const Found& found, const CellQueries& of, const ListMemory& lists) {
+  void write(const Found& found, const CellQueries& of, const ListStorage& lists) {
     const FoundRows<T> out{std::get<0>(found).mutable_data_ptr<at::opmath_type<T>>() + first_ * k_,
-                           std::get<1>(found).mutable_data_ptr<int64_t>() + first_ * k_, std::get<2>(found).mutable_data_ptr<int64_t>() + first_,
+                           std::get<1>(found).mutable_data_ptr<int64_t>() + first_ * k_,
+                           std::get<2>(found).mutable_data_ptr<int64_t>() + first_,
                            std::get<3>(found).mutable_data_ptr<bool>() + first_};
-    write_found_kernel<T><<<grid_size(count_, 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(out, of, table_, lists, scorer_, k_, parts_, most_ > 0);
+    write_found_kernel<T><<<grid_size(count_, 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        out, of, table_, lists, scorer_, k_, parts_, most_ > 0);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     kept_.clear();
   }
@@ -217,8 +245,9 @@ class CudaSearch {
   void read_cells(const Found& found) {
     const auto stream = c10::cuda::getCurrentCUDAStream();
     const int64_t columns = table_.columns();
-    const PreparedQueries<T> prepared{memory<SearchQuery>({count_}), memory<double>({count_, table_.width}), memory<float>({count_, table_.width}),
-                                      memory<int8_t>({count_, table_.quads * 4}), nullptr};
+    const PreparedQueries<T> prepared{
+        memory<SearchQuery>({count_}), memory<double>({count_, table_.width}),
+        memory<float>({count_, table_.width}), memory<int8_t>({count_, table_.quads * 4}), nullptr};
     prepare(prepared);
     const CellQueries of{prepared.query,
                          prepared.wide,
@@ -229,14 +258,16 @@ class CudaSearch {
                          memory<bool>({count_, columns}, /*zeros=*/true),
                          memory<int64_t>({count_ * (parts_ + 1)}),
                          count_};
-    const ListMemory lists = make_lists();
+    const ListStorage lists = make_lists();
     const dim3 grid(grid_size(columns, kThreads), grid_size(count_, kQueriesAtOnce));
     centre_products_kernel<<<grid, kThreads, 0, stream>>>(of, table_);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-    first_cells_kernel<T><<<grid_size(count_, 1), kThreads, 0, stream>>>(of, table_, lists, scorer_, k_, parts_, most_);
+    first_cells_kernel<T><<<grid_size(count_, 1), kThreads, 0, stream>>>(of, table_, lists, scorer_,
+                                                                         k_, parts_, most_);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     if (parts_ > 0) {
-      left_cells_kernel<T><<<grid_size(count_ * parts_, 1), kThreads, 0, stream>>>(of, table_, lists, scorer_, k_, parts_);
+      left_cells_kernel<T><<<grid_size(count_ * parts_, 1), kThreads, 0, stream>>>(
+          of, table_, lists, scorer_, k_, parts_);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
     write(found, of, lists);
@@ -244,19 +275,32 @@ class CudaSearch {
 
   void read_rows(const Found& found) {
     const int64_t classes = weight_.size(0);
-    const PreparedQueries<T> prepared{memory<SearchQuery>({count_}), memory<double>({count_, table_.width}), nullptr, nullptr,
+    const PreparedQueries<T> prepared{memory<SearchQuery>({count_}),
+                                      memory<double>({count_, table_.width}), nullptr, nullptr,
                                       memory<Rounded<T>>({count_, features_})};
     prepare(prepared);
-    const Tensor queries = typed(kept_.back(), c10::CppTypeToScalarType<Rounded<T>>::value).view({count_, features_});
-    const ListMemory lists = make_lists();
-    const int64_t width = std::min(classes, std::clamp<int64_t>(kProductBytes / (count_ * 4) / 64 * 64, kLeastClasses, kMostClasses));
+    const Tensor queries =
+        typed(kept_.back(), c10::CppTypeToScalarType<Rounded<T>>::value).view({count_, features_});
+    const ListStorage lists = make_lists();
+    const int64_t width = std::min(
+        classes,
+        std::clamp<int64_t>(kProductBytes / (count_ * 4) / 64 * 64, kLeastClasses, kMostClasses));
     const int64_t blocks = (classes + width - 1) / width;
     float* largest = memory<float>({blocks, 2}, /*zeros=*/true);
-    RowBlock<T> block{scorer_.rows, scorer_.bias, nullptr, memory<float>({width}), memory<float>({width}), nullptr, 0, 0, features_};
+    RowBlock<T> block{scorer_.rows,
+                      scorer_.bias,
+                      nullptr,
+                      memory<float>({width}),
+                      memory<float>({width}),
+                      nullptr,
+                      0,
+                      0,
+                      features_};
     Tensor rounded;
     if constexpr (!std::is_same_v<T, Rounded<T>>) {
       block.rounded = memory<Rounded<T>>({width, features_});
-      rounded = typed(kept_.back(), c10::CppTypeToScalarType<Rounded<T>>::value).view({width, features_});
+      rounded =
+          typed(kept_.back(), c10::CppTypeToScalarType<Rounded<T>>::value).view({width, features_});
     }
     float* products = memory<float>({count_, width});
     const Tensor product = typed(kept_.back(), at::kFloat);
@@ -265,9 +309,11 @@ class CudaSearch {
       block.size = std::min(width, classes - block.begin);
       block.largest = largest + 2 * i;
       const Tensor out = product.narrow(0, 0, count_ * block.size).view({count_, block.size});
-      round_rows_kernel<T><<<grid_size(block.size, kThreads / kWarp), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(block);
+      round_rows_kernel<T><<<grid_size(block.size, kThreads / kWarp), kThreads, 0,
+                             c10::cuda::getCurrentCUDAStream()>>>(block);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
-      const Tensor rows = rounded.defined() ? rounded.narrow(0, 0, block.size) : weight_.narrow(0, block.begin, block.size);
+      const Tensor rows = rounded.defined() ? rounded.narrow(0, 0, block.size)
+                                            : weight_.narrow(0, block.begin, block.size);
       product_out_cuda(out, queries, rows.t());
       fold(block, products, prepared, lists, i == 0);
     }
@@ -276,11 +322,14 @@ class CudaSearch {
     write(found, of, lists);
   }
 
-  void fold(const RowBlock<T>& block, const float* products, const PreparedQueries<T>& prepared, const ListMemory& lists, bool first) {
+  void fold(const RowBlock<T>& block, const float* products, const PreparedQueries<T>& prepared,
+            const ListStorage& lists, bool first) {
     dispatch_pack<float>(block.size % kPerThread == 0, [&](auto pack) {
       constexpr int N = decltype(pack)::value;
-      fold_products_kernel<T, N><<<grid_size(count_, 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(block, products, prepared.query, prepared.wide,
-                                                                                                           table_.width, count_, lists, scorer_, k_, first);
+      fold_products_kernel<T, N>
+          <<<grid_size(count_, 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+              block, products, prepared.query, prepared.wide, table_.width, count_, lists, scorer_,
+              k_, first);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
   }
@@ -292,26 +341,32 @@ class CudaSearch {
   const int64_t k_, most_, features_;
   const RowScorer<T> scorer_;
   int64_t parts_ = 0, first_ = 0, count_ = 0;
-  std::vector<Tensor> kept_; // of a wave
+  std::vector<Tensor> kept_; // buffers of the current wave
 };
 
-Found search_topk_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, at::TensorList index, c10::SymInt k, c10::string_view text) {
-  const SearchOptions options = check_search_topk(input, weight, bias, k, {text.data(), text.size()});
-  const SearchIndexView of(kOp, index, weight, bias); // before the guard, which takes no CPU device
+Found search_topk_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                       at::TensorList index, c10::SymInt k, c10::string_view text) {
+  const SearchOptions options =
+      check_search_topk(input, weight, bias, k, {text.data(), text.size()});
+  const SearchIndexView of(kOp, index, weight, bias); // before the guard, which rejects CPU devices
   const c10::cuda::CUDAGuard guard(input.device());
   if (use_reference()) {
     return search_topk_reference(input, weight, bias, index, k, text);
   }
   const int64_t queries = input.size(0), count = k.expect_int();
   const auto numbers = input.options().dtype(at::kLong);
-  const Found found{at::empty({queries, count}, input.options().dtype(opmath_dtype(input.scalar_type()))), at::empty({queries, count}, numbers),
-                    at::zeros({queries}, numbers), at::ones({queries}, input.options().dtype(at::kBool))};
+  const Found found{
+      at::empty({queries, count}, input.options().dtype(opmath_dtype(input.scalar_type()))),
+      at::empty({queries, count}, numbers), at::zeros({queries}, numbers),
+      at::ones({queries}, input.options().dtype(at::kBool))};
   if (queries == 0 || count == 0) {
     return found;
   }
   const Tensor rows = weight.contiguous(), biases = given(bias) ? bias->contiguous() : Tensor();
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "search_topk_cuda",
-                                  [&] { CudaSearch<scalar_t>(input.contiguous(), rows, biases, of, count, options).run(found); });
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, input.scalar_type(), "search_topk_cuda", [&] {
+        CudaSearch<scalar_t>(input.contiguous(), rows, biases, of, count, options).run(found);
+      });
   return found;
 }
 

@@ -1,4 +1,5 @@
-"""Pages that are notebooks as text (MyST-NB) are offered as .ipynb: NAME.md also becomes NAME.ipynb beside its page, with a link under the title."""
+"""Offers pages that are text notebooks (MyST-NB) as downloads: NAME.md also becomes NAME.ipynb,
+with a link below the title of its page."""
 
 import re
 from pathlib import Path
@@ -9,10 +10,15 @@ from myst_nb.core.read import is_myst_markdown_notebook, read_myst_markdown_note
 
 def offer(app, docname: str, source: list[str]) -> None:
     if is_myst_markdown_notebook(source[0]):
-        link = f'<p class="notebook"><a download href="{Path(docname).name}.ipynb">Download this page as a notebook</a></p>'
-        if not re.search(r"(?m)^  language: ", source[0]):  # what cells are coloured by where none has been run
-            source[0] = re.sub(r"(?m)^kernelspec:$", "kernelspec:\n  language: python", source[0], count=1)
-        source[0] = re.sub(r"(?m)^(# .+)$", lambda title: f"{title[1]}\n\n{link}", source[0], count=1)
+        name = Path(docname).name
+        link = (f'<p class="notebook"><a download href="{name}.ipynb">Download this page as a '
+                'notebook</a></p>')
+        # the language for syntax highlighting of cells that were not run
+        if not re.search(r"(?m)^  language: ", source[0]):
+            source[0] = re.sub(r"(?m)^kernelspec:$", "kernelspec:\n  language: python", source[0],
+                               count=1)
+        source[0] = re.sub(r"(?m)^(# .+)$", lambda title: f"{title[1]}\n\n{link}", source[0],
+                           count=1)
 
 
 def write(app, exception) -> None:
@@ -23,7 +29,8 @@ def write(app, exception) -> None:
         if page.suffix == ".md" and is_myst_markdown_notebook(page.read_text()):
             target = Path(app.outdir) / f"{docname}.ipynb"
             target.parent.mkdir(parents=True, exist_ok=True)
-            nbformat.write(read_myst_markdown_notebook(page.read_text(), add_source_map=False), str(target))
+            nbformat.write(read_myst_markdown_notebook(page.read_text(), add_source_map=False),
+                           str(target))
 
 
 def setup(app) -> dict:

@@ -1,4 +1,5 @@
-"""docs/reference/operators.md: every operator of torch.ops.xsoftmax with its schema, by folder and stem, and what the header beside it says."""
+"""docs/reference/operators.md: every operator of torch.ops.xsoftmax with its schema and the
+contract in its header, by folder and stem."""
 
 import re
 from pathlib import Path
@@ -11,13 +12,26 @@ import xsoftmax  # noqa: F401
 DOCS = Path(__file__).parent.parent
 CSRC = DOCS.parent / "csrc"
 FOLDERS = {
-    "scores": "Rows of a table against queries", "losses": "Losses, candidate sets and the exact softmax", "samplers": "Samplers",
-    "trees": "Trees of classes", "optim": "Row-wise optimizers", "retrieval": "The best classes of many", "matcher": "Extreme multi-label models",
-    "clusters": "Clusters", "ids": "Raw ids", "tables": "Tables in files", "core": "Settings",
+    "loss": "Losses, and the exact softmax",
+    "estimator": "Estimators and candidate sets",
+    "proposal": "Samplers",
+    "table": "Class tables: scores, gradients, files, raw ids",
+    "tree": "Trees of classes",
+    "optim": "Row optimizers",
+    "retrieval": "Search for the best classes",
+    "matcher": "Extreme multi-label models",
+    "nn": "Neural matcher",
+    "cluster": "Clustering",
+    "cpu": "Settings of the CPU kernels",
+    "op": "Long-running work",
 }
-# Operators whose names are put together: the stem that has the family.
-FAMILIES = {"kernel_": "samplers/kernel_sample", "lsh_": "samplers/lsh_sample", "midx_": "samplers/midx_sample", "row_adagrad_": "optim/row_adagrad",
-            "row_adam_": "optim/row_adam", "row_sgd_": "optim/row_sgd", "candidate_": "losses/candidate_loss"}
+# Operators whose names are built from a prefix: the stem that documents the family.
+FAMILIES = {
+    "kernel_": "proposal/study/kernel_sample", "lsh_": "proposal/study/lsh_sample",
+    "midx_": "proposal/midx/midx_sample", "row_adagrad_": "optim/row_adagrad",
+    "row_adam_": "optim/row_adam", "row_sgd_": "optim/row_sgd",
+    "candidate_": "estimator/candidate_loss"
+}
 
 
 def schemas() -> dict[str, list[str]]:
@@ -29,31 +43,38 @@ def schemas() -> dict[str, list[str]]:
 
 
 def stems(names) -> dict[str, list[str]]:
-    """Names of operators by "folder/stem" of the source that registers them."""
-    sources = {str(path.relative_to(CSRC).with_suffix("")): path.read_text() for path in sorted(CSRC.rglob("*.cpp"))}
-    sources = {stem: text for stem, text in sources.items() if "TORCH_LIBRARY" in text}
+    """Groups operator names by the path (without suffix) of the source that registers them."""
+    sources = {
+        str(path.relative_to(CSRC).with_suffix("")): path.read_text()
+        for path in sorted(CSRC.rglob("*.cpp"))
+    }
+    registers = re.compile("TORCH_LIBRARY|XSOFTMAX_OPERATORS")
+    sources = {stem: text for stem, text in sources.items() if registers.search(text)}
     found: dict[str, list[str]] = {}
     for name in sorted(names):
         homes = [stem for stem, text in sources.items() if f'"{name}(' in text]
         homes = homes or [stem for prefix, stem in FAMILIES.items() if name.startswith(prefix)]
         if not homes:
-            raise RuntimeError(f"operators.py: no source in csrc registers {name}; add its family to FAMILIES")
+            raise RuntimeError(f"operators.py: no source in csrc registers {name}; add its family "
+                               "to FAMILIES")
         found.setdefault(homes[0], []).append(name)
     return found
 
 
 def contract(stem: str) -> str:
-    """The comment at the head of a stem's header, as it stands there."""
+    """Returns the comment at the head of a stem's header."""
     header = CSRC / f"{stem}.h"
-    found = re.search(r"namespace xsoftmax[\w:]* \{\n\n((?:// ?.*\n|\n)+)", header.read_text()) if header.is_file() else None
-    lines = [line[2:].removeprefix(" ") for line in found[1].splitlines()] if found else []
+    found = re.search(r"namespace xsoftmax[\w:]* \{\n\n((?:// ?.*\n|\n)+)",
+                      header.read_text()) if header.is_file() else None
+    lines = [line.lstrip("/").removeprefix(" ") for line in found[1].splitlines()] if found else []
     text = "\n".join(lines).strip()
     return text if len(text.splitlines()) > 2 else ""
 
 
 def public_functions() -> set[str]:
-    text = "".join((DOCS.parent / "include/xsoftmax" / name).read_text() for name in ("ops.h", "search.h"))
-    return set(re.findall(r"^/// (\w+):", text, re.MULTILINE))
+    text = "".join(
+        (DOCS.parent / "include/xsoftmax" / name).read_text() for name in ("ops.h", "search.h"))
+    return set(re.findall(r"^[\w:<>, ]+ (\w+)\(", text, re.MULTILINE))
 
 
 def generate(app=None) -> None:
@@ -61,21 +82,29 @@ def generate(app=None) -> None:
     by_stem = stems(found)
     missing = {stem.split("/")[0] for stem in by_stem} - set(FOLDERS)
     if missing:
-        raise RuntimeError(f"operators.py: expected a title in FOLDERS for csrc/{', csrc/'.join(sorted(missing))}")
-    parts = [("# Operators\n\nGenerated from the library. Each operator is `torch.ops.xsoftmax.NAME` in Python and TorchScript, and `xsoftmax::NAME` to the "
-              "dispatcher of C++. The modules of both languages call them; most programs need none of them. Those with a typed function in C++ are "
-              "explained [there](cpp/operators.md). A name that ends in `_` changes an argument; names of the form `..._forward` and `..._backward` serve "
-              "autograd.\n")]
+        raise RuntimeError("operators.py: expected a title in FOLDERS for "
+                           f"csrc/{', csrc/'.join(sorted(missing))}")
+    parts = [("# Operators\n\nGenerated from the library. Each operator is "
+              "`torch.ops.xsoftmax.NAME` in Python and TorchScript, and `xsoftmax::NAME` in the "
+              "C++ dispatcher. The modules of both languages call them; most programs need none of "
+              "them. Operators with a typed C++ function are documented "
+              "[there](cpp/operators.md). A name that ends in `_` modifies an argument; names of "
+              "the form `..._forward` and `..._backward` are used by autograd.\n")]
     for folder, title in FOLDERS.items():
         parts.append(f"## {title}\n")
         for stem in (stem for stem in by_stem if stem.split("/")[0] == folder):
-            parts.append(f"### {stem.split('/')[1]}\n")
+            parts.append(f"### {stem.rpartition('/')[2]}\n")
             documented = [name for name in by_stem[stem] if name in public]
             if documented:
-                parts.append("Explained under " + ", ".join(f"{{cpp:func}}`xsoftmax::{name}`" for name in documented) + ".\n")
-            parts += [f"```{{code-block}} text\n:class: wrapped\n\n{schema}\n```\n" for name in by_stem[stem] for schema in found[name]]
+                parts.append("Documented under " + ", ".join(f"{{cpp:func}}`xsoftmax::{name}`"
+                                                             for name in documented) + ".\n")
+            parts += [
+                f"```{{code-block}} text\n:class: wrapped\n\n{schema}\n```\n"
+                for name in by_stem[stem] for schema in found[name]
+            ]
             if contract(stem):
-                parts.append(f":::{{dropdown}} Contract, from `csrc/{stem}.h`\n```text\n{contract(stem)}\n```\n:::\n")
+                parts.append(f":::{{dropdown}} Contract, from "
+                             f"`csrc/{stem}.h`\n```text\n{contract(stem)}\n```\n:::\n")
     pages.write(DOCS / "reference/operators.md", "\n".join(parts))
 
 

@@ -1,4 +1,5 @@
-"""docs/reference/papers.md: the papers that docstrings name by author and year, from CITATION.cff."""
+"""docs/reference/papers.md: the papers that docstrings cite by author and year, from
+CITATION.cff."""
 
 from pathlib import Path
 
@@ -9,20 +10,25 @@ DOCS = Path(__file__).parent.parent
 
 
 def short_name(paper: dict) -> str:
-    """As docstrings have it: one or two family names, or the first of more."""
+    """Returns the name used in docstrings: one or two family names, or the first of more."""
     names = [author["family-names"] for author in paper["authors"]]
     return " and ".join(names) if len(names) < 3 else f"{names[0]} et al."
 
 
 def entry(paper: dict) -> str:
     where = paper.get("collection-title") or paper.get("journal", "")
-    return f"{short_name(paper)} ({paper['year']})\n: *{paper['title']}*{'. ' + where if where else ''}. {pages.cell(paper['notes'])}.\n"
+    title = f"*{paper['title']}*{'. ' + where if where else ''}"
+    return f"{short_name(paper)} ({paper['year']})\n: {title}. {pages.cell(paper['notes'])}.\n"
 
 
 def generate(app=None) -> None:
-    papers = sorted(yaml.safe_load((DOCS.parent / "CITATION.cff").read_text())["references"], key=lambda paper: (short_name(paper), paper["year"]))
-    pages.write(DOCS / "reference/papers.md", "# Papers\n\nThe papers whose methods the library implements, and what of the library comes from each.\n\n"
-                + "\n".join(map(entry, papers)))
+    papers = sorted(
+        yaml.safe_load((DOCS.parent / "CITATION.cff").read_text())["references"], key=lambda paper:
+        (short_name(paper), paper["year"]))
+    pages.write(
+        DOCS / "reference/papers.md", "# Papers\n\nThe papers whose methods the library "
+        "implements, and the names in the library that implement "
+        "each.\n\n" + "\n".join(map(entry, papers)))
 
 
 def setup(app) -> dict:

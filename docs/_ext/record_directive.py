@@ -1,4 +1,5 @@
-"""`{record} NAME.json`: command, machine and tables of a record that a script of benchmarks/ wrote.
+"""`{record} NAME.json` shows the command, machine and tables of a record written by a script in
+benchmarks/.
 
     ```{record} stream.json
     :columns: rows of, Recall@10
@@ -15,8 +16,10 @@ import benchmark_pages
 
 class Record(SphinxDirective):
     required_arguments = 1
-    option_spec = {"columns": lambda given: [name.strip() for name in given.split(",")],
-                   "tables": lambda given: [int(number) for number in given.split()], "bare": directives.flag}
+    option_spec = {
+        "columns": lambda given: [name.strip() for name in given.split(",")],
+        "tables": lambda given: [int(number) for number in given.split()], "bare": directives.flag
+    }
 
     def run(self):
         path = (Path(self.env.doc2path(self.env.docname)).parent / self.arguments[0]).resolve()

@@ -1,8 +1,8 @@
-"""Figures of the pages here, a picture a page, from measured data.
+"""Draws the figures of docs/choose, one per page, from measured data.
 
-    python docs/choose/figures.py --measure            # all, about ten minutes of a quiet machine: figures/NAME.json, then figures/NAME.svg
-    python docs/choose/figures.py --measure draws      # one
-    python docs/choose/figures.py                      # draws them again from the JSON that is there
+    python docs/choose/figures.py --measure      # measures all, about ten minutes on a quiet
+    machine python docs/choose/figures.py --measure loss # measures one python
+    docs/choose/figures.py                # draws them again from the JSON files
 """
 
 import argparse
@@ -34,7 +34,7 @@ WIDTH, QUERIES = 64, 256
 
 
 def step_of(loss, optimizer=None):
-    """A step of training: forward pass, backward pass and optimizer."""
+    """Times a training step: forward pass, backward pass and optimizer."""
     torch.manual_seed(0)
     hidden, target = torch.randn(QUERIES, WIDTH), torch.randint(loss.num_classes, (QUERIES,))
     optimizer = (optimizer or xs.optim.RowAdam)(loss.parameters())
@@ -57,55 +57,79 @@ class Plain(nn.Module):
 
 
 def milliseconds(runs: dict, repeats: int) -> dict:
-    return {name: 1e3 * seconds for name, seconds in interleave(runs, repeats, warmup=2, clock=time.process_time).items()}
+    return {
+        name: 1e3 * seconds
+        for name, seconds in interleave(runs, repeats, warmup=2, clock=time.process_time).items()
+    }
 
 
 def measure_loss() -> dict:
     rows = []
     for classes in CLASSES:
-        losses = {"nn.Linear + nn.CrossEntropyLoss": (Plain(WIDTH, classes), torch.optim.Adam),
-                  "LinearCrossEntropyLoss": (xs.LinearCrossEntropyLoss(WIDTH, classes), None),
-                  "SampledSoftmaxLoss": (xs.SampledSoftmaxLoss(WIDTH, classes, sampler="uniform", num_samples=min(512, classes // 2)), None)}
-        rows.append({"classes": classes, **milliseconds({name: step_of(*parts) for name, parts in losses.items()}, 3 if classes > 100_000 else 7)})
+        losses = {
+            "nn.Linear + nn.CrossEntropyLoss": (Plain(WIDTH, classes), torch.optim.Adam),
+            "LinearCrossEntropyLoss": (xs.LinearCrossEntropyLoss(WIDTH, classes), None),
+            "SampledSoftmaxLoss": (xs.SampledSoftmaxLoss(WIDTH, classes, sampler="uniform",
+                                                         num_samples=min(512, classes // 2)), None)
+        }
+        rows.append({
+            "classes": classes,
+            **milliseconds({name: step_of(*parts)
+                            for name, parts in losses.items()}, 3 if classes > 100_000 else 7)
+        })
     return {"rows": rows}
 
 
 def trained(steps: int = 300):
-    """(corpus, encoder, loss, counts): a language model that has begun to learn."""
+    """Returns (corpus, encoder, loss, counts) of a briefly trained language model."""
     torch.manual_seed(0)
     corpus = load_corpus(None, max_tokens=1_000_000)
     counts = corpus.counts.clamp(min=1)
     encoder = language.Encoder(len(counts))
-    loss = xs.SampledSoftmaxLoss(language.WIDTH, len(counts), bias=True, sampler=xs.samplers.UnigramSampler(counts, 512), head_classes=512)
+    loss = xs.SampledSoftmaxLoss(language.WIDTH, len(counts), bias=True,
+                                 sampler=xs.samplers.UnigramSampler(counts, 512), head_classes=512)
     language.train(encoder, loss, corpus.train, 0, steps=steps)
     return corpus, encoder, loss, counts
 
 
 def measure_sampler() -> dict:
-    done = subprocess.run([sys.executable, ROOT / "benchmarks/advise.py", "--json"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, ROOT / "benchmarks/advise.py", "--json"],
+                          capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
 def measure_draws() -> dict:
     corpus, encoder, loss, counts = trained()
     words, target = next(language.batches(corpus.train, torch.Generator().manual_seed(1)))
-    advice = xs.advise(loss, encoder(words).detach(), target, 60, counts=counts, samplers=["unigram", "uniform"], draws=[32, 128, 512, 2048])
-    return {"classes": len(counts), "rows": [{"loss": row.name, "ms": row.ms, "bias": row.bias, "noise": row.noise} for row in advice.rows
-                                             if row.name.startswith(("unigram", "uniform", "head"))]}
+    advice = xs.advise(loss,
+                       encoder(words).detach(), target, 60, counts=counts,
+                       samplers=["unigram", "uniform"], draws=[32, 128, 512, 2048])
+    return {
+        "classes": len(counts),
+        "rows": [{"loss": row.name, "ms": row.ms, "bias": row.bias, "noise": row.noise}
+                 for row in advice.rows if row.name.startswith(("unigram", "uniform", "head"))]
+    }
 
 
 def measure_estimator() -> dict:
     corpus, encoder, loss, counts = trained()
     before, rows = language.exact_loss(encoder, loss, corpus.valid), []
-    for estimator in ("sampled_softmax", "ranking", "cane", "nce", "one_vs_each", "negative_sampling"):
+    for estimator in ("sampled_softmax", "ranking", "cane", "nce", "one_vs_each",
+                      "negative_sampling"):
         for draws in (20, 100):
             sampler = xs.samplers.UnigramSampler(counts, draws, shared=False)
-            other = xs.SampledSoftmaxLoss(language.WIDTH, len(counts), bias=True, sampler=sampler, estimator=estimator,
+            other = xs.SampledSoftmaxLoss(language.WIDTH, len(counts), bias=True, sampler=sampler,
+                                          estimator=estimator,
                                           head_classes=20 if estimator == "cane" else 0)
-            other.load_state_dict({name: value.clone() for name, value in loss.state_dict().items()}, strict=False)
+            other.load_state_dict(
+                {name: value.clone()
+                 for name, value in loss.state_dict().items()}, strict=False)
             encoder_ = copy.deepcopy(encoder)
             language.train(encoder_, other, corpus.train, 2, steps=200)
-            rows.append({"estimator": estimator, "draws": draws, "exact loss": language.exact_loss(encoder_, other, corpus.valid)})
+            rows.append({
+                "estimator": estimator, "draws": draws,
+                "exact loss": language.exact_loss(encoder_, other, corpus.valid)
+            })
     return {"classes": len(counts), "before": before, "rows": rows}
 
 
@@ -116,11 +140,16 @@ def measure_trees() -> dict:
         tree = xs.LabelTree.balanced(classes, 10)
         beam = xs.BeamTreeLoss(WIDTH, tree, num_candidates=9, num_noises=1)
         plain = xs.SampledSoftmaxLoss(WIDTH, classes, sampler="uniform", num_samples=100)
-        steps = milliseconds({"BeamTreeLoss": step_of(beam), "SampledSoftmaxLoss": step_of(plain)}, 7)
+        steps = milliseconds({"BeamTreeLoss": step_of(beam), "SampledSoftmaxLoss": step_of(plain)},
+                             7)
         query = torch.randn(QUERIES, WIDTH)
         beam.eval(), plain.eval()
         with torch.no_grad():
-            found = milliseconds({"BeamTreeLoss": lambda: beam.topk(query, 5), "SampledSoftmaxLoss": lambda: plain.topk(query, 5)}, 5)
+            found = milliseconds(
+                {
+                    "BeamTreeLoss": lambda: beam.topk(query, 5),
+                    "SampledSoftmaxLoss": lambda: plain.topk(query, 5)
+                }, 5)
         rows.append({"classes": classes, "step": steps, "topk": found})
     return {"rows": rows}
 
@@ -128,33 +157,51 @@ def measure_trees() -> dict:
 def measure_optimizer() -> dict:
     rows = []
     for classes in CLASSES:
+
         def loss(sparse: bool) -> xs.SampledSoftmaxLoss:
-            return xs.SampledSoftmaxLoss(WIDTH, classes, sampler="uniform", num_samples=min(512, classes // 2), sparse_grad=sparse)
-        runs = {"torch.optim.Adam": step_of(loss(False), torch.optim.Adam), "torch.optim.SparseAdam": step_of(loss(True), torch.optim.SparseAdam),
-                "RowAdam": step_of(loss(True), xs.optim.RowAdam)}
+            return xs.SampledSoftmaxLoss(WIDTH, classes, sampler="uniform",
+                                         num_samples=min(512, classes // 2), sparse_grad=sparse)
+
+        runs = {
+            "torch.optim.Adam": step_of(loss(False), torch.optim.Adam),
+            "torch.optim.SparseAdam": step_of(loss(True), torch.optim.SparseAdam),
+            "RowAdam": step_of(loss(True), xs.optim.RowAdam)
+        }
         rows.append({"classes": classes, **milliseconds(runs, 7)})
     return {"rows": rows}
 
 
 def measure_precision() -> dict:
-    """Bytes of a class, of width 256: its row of the table, and what the optimizer keeps for it after a step."""
+    """Measures the bytes per class of width 256, table row and optimizer state, after a step."""
     rows, width, classes = [], 256, 100_000
-    optimizers = {"RowAdam": (xs.optim.RowAdam, {}), "RowAdam, row_wise": (xs.optim.RowAdam, {"row_wise": True}),
-                  "RowAdagrad, row_wise": (xs.optim.RowAdagrad, {"row_wise": True}), "RowSGD": (xs.optim.RowSGD, {})}
+    optimizers = {
+        "RowAdam": (xs.optim.RowAdam, {}),
+        "RowAdam, row_wise": (xs.optim.RowAdam, {"row_wise": True}),
+        "RowAdagrad, row_wise": (xs.optim.RowAdagrad, {"row_wise": True}),
+        "RowSGD": (xs.optim.RowSGD, {})
+    }
     for name, (optimizer, options) in optimizers.items():
         for dtype in (torch.float32, torch.bfloat16):
-            loss = xs.SampledSoftmaxLoss(width, classes, sampler="uniform", num_samples=64, dtype=dtype)
-            rounded = {} if dtype == torch.float32 else {"stochastic_rounding": True, "state_dtype": torch.bfloat16}
+            loss = xs.SampledSoftmaxLoss(width, classes, sampler="uniform", num_samples=64,
+                                         dtype=dtype)
+            rounded = {} if dtype == torch.float32 else {
+                "stochastic_rounding": True, "state_dtype": torch.bfloat16
+            }
             made = optimizer(loss.parameters(), lr=0.1, **options, **rounded)
             loss(torch.randn(8, width, dtype=dtype), torch.randint(classes, (8,))).backward()
             made.step()
             table = loss.linear.weight
-            state = sum(value.numel() * value.element_size() for value in made.state[table].values() if isinstance(value, torch.Tensor))
-            rows.append({"optimizer": name, "dtype": str(dtype).removeprefix("torch."), "table": table.element_size() * width, "state": state / classes})
+            state = sum(value.numel() * value.element_size()
+                        for value in made.state[table].values() if isinstance(value, torch.Tensor))
+            rows.append({
+                "optimizer": name, "dtype": str(dtype).removeprefix("torch."),
+                "table": table.element_size() * width, "state": state / classes
+            })
     return {"width": width, "rows": rows}
 
 
 # ---- pictures
+
 
 def lines(axes, rows: list, names: list, label: str) -> None:
     for name in names:
@@ -164,26 +211,32 @@ def lines(axes, rows: list, names: list, label: str) -> None:
 
 
 def draw_loss(data: dict, figure) -> None:
-    lines(figure.subplots(), data["rows"], [name for name in data["rows"][0] if name != "classes"], f"ms a step of {QUERIES} queries")
+    lines(figure.subplots(), data["rows"], [name for name in data["rows"][0] if name != "classes"],
+          f"ms a step of {QUERIES} queries")
 
 
 def draw_sampler(data: dict, figure) -> None:
     axes, rows = figure.subplots(), data["rows"]
     for name in ("unigram", "head", "midx", "uniform", "in_batch", "exact"):
         part = [row for row in rows if row["loss"].startswith(name)]
-        axes.plot([row["error"] for row in part], [row["trained"] for row in part], linestyle="none", label=name if name != "head" else "with a head")
+        axes.plot([row["error"] for row in part], [row["trained"] for row in part],
+                  linestyle="none", label=name if name != "head" else "with a head")
     axes.axhline(data["before"], color="#808080", linestyle="--", linewidth=1, marker="")
-    axes.set(xlabel="error that xs.advise says", ylabel=f"exact loss after {data['seconds']:g} s of training")
+    axes.set(xlabel="error that xs.advise says", ylabel=f"exact loss after {data['seconds']:g} s "
+             "of training")
     axes.legend()
 
 
 def draw_draws(data: dict, figure) -> None:
     axes = figure.subplots()
-    for name, label in (("uniform", "uniform"), ("unigram", "unigram"), ("head", "half of them a head of frequent words")):
-        part = sorted((row for row in data["rows"] if row["loss"].startswith(name)), key=lambda row: int(row["loss"].split()[-1]))
+    for name, label in (("uniform", "uniform"), ("unigram", "unigram"),
+                        ("head", "half of them a head of frequent words")):
+        part = sorted((row for row in data["rows"] if row["loss"].startswith(name)),
+                      key=lambda row: int(row["loss"].split()[-1]))
         scored = [int(row["loss"].split()[-1]) * (2 if name == "head" else 1) for row in part]
-        axes.plot(scored, [(row["bias"] ** 2 + row["noise"] ** 2) ** 0.5 for row in part], label=label)
-    axes.set(xscale="log", yscale="log", xlabel="classes scored in a step", ylabel="distance from the exact gradient")
+        axes.plot(scored, [(row["bias"]**2 + row["noise"]**2)**0.5 for row in part], label=label)
+    axes.set(xscale="log", yscale="log", xlabel="classes scored in a step",
+             ylabel="distance from the exact gradient")
     axes.legend()
 
 
@@ -192,29 +245,36 @@ def draw_estimator(data: dict, figure) -> None:
     names = list(dict.fromkeys(row["estimator"] for row in rows))
     for shift, draws in ((0.2, 20), (-0.2, 100)):
         part = {row["estimator"]: row["exact loss"] for row in rows if row["draws"] == draws}
-        axes.barh([place + shift for place in range(len(names))], [part[name] for name in names], height=0.36, label=f"{draws} draws a query")
+        axes.barh([place + shift for place in range(len(names))], [part[name] for name in names],
+                  height=0.36, label=f"{draws} draws a query")
     axes.axvline(data["before"], color="#808080", linestyle="--", linewidth=1, marker="")
-    axes.set(yticks=range(len(names)), yticklabels=names, xlabel="exact loss after 200 steps (dashed: before)")
-    axes.set_xlim(left=0.9 * min(row["exact loss"] for row in rows), right=min(1.1 * max(row["exact loss"] for row in rows), 2.5 * data["before"]))
+    axes.set(yticks=range(len(names)), yticklabels=names, xlabel="exact loss after 200 steps "
+             "(dashed: before)")
+    axes.set_xlim(left=0.9 * min(row["exact loss"] for row in rows),
+                  right=min(1.1 * max(row["exact loss"] for row in rows), 2.5 * data["before"]))
     axes.invert_yaxis()
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=2)
 
 
 def draw_trees(data: dict, figure) -> None:
-    for axes, what, label in zip(figure.subplots(1, 2), ("step", "topk"), ("ms a step", "ms for the best five")):
+    for axes, what, label in zip(figure.subplots(1, 2), ("step", "topk"),
+                                 ("ms a step", "ms for the best five")):
         rows = [{"classes": row["classes"], **row[what]} for row in data["rows"]]
         lines(axes, rows, ["BeamTreeLoss", "SampledSoftmaxLoss"], f"{label}, {QUERIES} queries")
 
 
 def draw_optimizer(data: dict, figure) -> None:
-    lines(figure.subplots(), data["rows"], ["torch.optim.Adam", "torch.optim.SparseAdam", "RowAdam"], f"ms a step of {QUERIES} queries")
+    lines(figure.subplots(), data["rows"],
+          ["torch.optim.Adam", "torch.optim.SparseAdam", "RowAdam"],
+          f"ms a step of {QUERIES} queries")
 
 
 def draw_precision(data: dict, figure) -> None:
     axes, rows = figure.subplots(), data["rows"]
     labels = [f"{row['optimizer']}, {row['dtype']}" for row in rows]
     axes.barh(labels, [row["table"] for row in rows], label="table")
-    axes.barh(labels, [row["state"] for row in rows], left=[row["table"] for row in rows], label="optimizer's state")
+    axes.barh(labels, [row["state"] for row in rows], left=[row["table"] for row in rows],
+              label="optimizer's state")
     axes.set(xlabel=f"bytes a class of width {data['width']}")
     axes.invert_yaxis()
     axes.legend()
@@ -224,7 +284,8 @@ NAMES = ("loss", "sampler", "draws", "estimator", "trees", "optimizer", "precisi
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"out of {', '.join(NAMES)}; default: all")
     parser.add_argument("--measure", action="store_true", help="measure first, with one thread")
     args = parser.parse_args()
@@ -236,7 +297,10 @@ def main() -> None:
         if args.measure:
             torch.set_num_threads(1)
             torch.manual_seed(0)
-            found = {"machine": machine(), "command": f"python docs/choose/figures.py --measure {name}", "date": f"{date.today()}"}
+            found = {
+                "machine": machine(), "command": "python docs/choose/figures.py --measure "
+                f"{name}", "date": f"{date.today()}"
+            }
             found |= globals()[f"measure_{name}"]()
             path.write_text(json.dumps(found, indent=1) + "\n")
         with picture(FOLDER / f"{name}.svg", 9 if name == "trees" else 6.4) as figure:

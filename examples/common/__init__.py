@@ -1,1 +1,2 @@
-"""What the examples share: options, losses and samplers by name, the training loop with its checkpoints, tables and curves."""
+"""Code shared by the examples: command-line options, losses and samplers by name, the training loop
+with checkpoints, tables and curves."""

@@ -1,4 +1,4 @@
-"""Options that every example has, and their checks."""
+"""Command-line options shared by the examples, and their checks."""
 
 import argparse
 import math
@@ -15,14 +15,16 @@ from .ranks import complete_ranks, process_group
 
 
 def positive(kind: type, least: float = 0, or_zero: bool = False):
-    """least: 0, or what the value may be at least."""
+    """Returns an argparse type for finite positive numbers, or numbers of at least `least`."""
     def parse(text: str):
         value = kind(text)
         if not ((value > 0 or or_zero) and value >= least and math.isfinite(value)):
-            raise argparse.ArgumentTypeError(f"expected {f'at least {least}' if least or or_zero else 'more than 0'}, got {text}")
+            raise argparse.ArgumentTypeError(
+                "expected "
+                f"{f'at least {least}' if least or or_zero else 'more than 0'}, got {text}")
         return value
 
-    parse.__name__ = kind.__name__  # argparse names it when the text is no number
+    parse.__name__ = kind.__name__  # argparse shows this name if the text is not a number
     return parse
 
 
@@ -40,80 +42,149 @@ def fraction(text: str) -> float:
     return value
 
 
-def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str, head: int, losses: tuple[str, ...] = ("sampled", "exact"),
-                       default: str = "sampled"):
-    """classes: what the classes are called; query: what is asked for one of them; head: the default; losses: those on offer, and the default."""
+def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str, head: int,
+                       losses: tuple[str, ...] = ("sampled", "exact"), default: str = "sampled"):
+    """Adds the options of losses. `classes` and `query` name those in help texts, `head` is the
+    default of --head, `losses` are the choices of --loss and `default` is its default."""
     loss = parser.add_argument_group("loss")
-    loss.add_argument("--loss", nargs="+", choices=losses, default=[default],
-                      help=f"several: each in turn, same seed and budget (default: {default})")
-    loss.add_argument("--sampler", nargs="+", choices=SAMPLERS, default=["unigram"],
-                      help=f"default: unigram; from midx on they draw for each {query}, the others for the batch; several: the union of their "
-                      "draws")
-    loss.add_argument("--samples", nargs="+", type=positive(int), default=[512], metavar="M",
-                      help=f"classes drawn for a step, or for each {query}; a number for each sampler (default: 512)")
-    loss.add_argument("--private", action="store_true", help=f"draw for each {query}, whichever the samplers")
-    loss.add_argument("--codewords", type=positive(int), default=64, help="of each midx codebook (default: %(default)s)")
-    loss.add_argument("--distinct", action="store_true", help=f"midx draws no class twice for one {query}")
-    loss.add_argument("--refresh-every", type=positive(int), default=500,
-                      help="steps after which a sampler looks at the weights again (default: %(default)s)")
-    loss.add_argument("--head", type=int, default=head,
-                      help=f"most frequent {classes}, always scored (default: %(default)s; in_batch has none)")
-    loss.add_argument("--estimator", choices=[*torch.ops.xsoftmax.estimator_names(), "complementary_sum"],
-                      help="default: ranking beside draws by midx, lsh, sphere or rff, else sampled_softmax")
+    loss.add_argument(
+        "--loss", nargs="+", choices=losses, default=[default],
+        help=f"several: each in turn, with the same seed and budget (default: "
+        f"{default})")
+    loss.add_argument(
+        "--sampler", nargs="+", choices=SAMPLERS, default=["unigram"],
+        help=f"default: unigram; midx and the names after it draw for each {query}, the others "
+        "for the batch; several: the union of their "
+        "samples")
+    loss.add_argument(
+        "--samples", nargs="+", type=positive(int), default=[512], metavar="M",
+        help=f"classes sampled per step, or per {query}; one number per "
+        "sampler (default: 512)")
+    loss.add_argument("--private", action="store_true", help=f"draw separate samples for each "
+                      f"{query} with every sampler")
+    loss.add_argument("--codewords", type=positive(int), default=64, help="codewords of each midx "
+                      "codebook (default: %(default)s)")
+    loss.add_argument("--distinct", action="store_true", help="midx samples without replacement "
+                      f"for each {query}")
+    loss.add_argument(
+        "--refresh-every", type=positive(int), default=500,
+        help="number of steps after which a sampler reads the weights again (default: "
+        "%(default)s)")
+    loss.add_argument(
+        "--head", type=int, default=head,
+        help=f"number of most frequent {classes} that are always scored (default: %(default)s; "
+        "none with in_batch)")
+    loss.add_argument(
+        "--estimator", choices=[*torch.ops.xsoftmax.estimator_names(), "complementary_sum"],
+        help="default: ranking with midx, lsh, sphere or rff, else "
+        "sampled_softmax")
 
 
-def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str, sources: tuple[str, ...], candidates: int, noises: int = 1,
+def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str,
+                       sources: tuple[str, ...], candidates: int, noises: int = 1,
                        noise: str = "uniform", noise_reduction: str = "mean_of_logs"):
-    """sources: of candidates, the default first; the others: the defaults."""
+    """Adds the options of CANE. `sources` are the sources of candidates, the default first; the
+    other arguments are defaults."""
     cane = parser.add_argument_group("--loss cane")
-    cane.add_argument("--candidates", type=positive(int), default=candidates,
-                      help=f"{classes} found for each {query} without its target (default: %(default)s)")
-    meaning = {"beam": "by a beam search in a tree", "routed": "the best of --subsets subsets of equal frequency",
-               "head": f"the most frequent {classes}", "bigram": f"the {classes} that most often follow the last one", "midx": "midx draws"}
-    cane.add_argument("--candidates-from", choices=sources, default=sources[0],
-                      help="; ".join(f"{source}: {meaning[source]}" for source in sources) + " (default: %(default)s)")
+    cane.add_argument(
+        "--candidates", type=positive(int), default=candidates,
+        help=f"{classes} proposed for each {query} independently of its target (default: "
+        "%(default)s)")
+    meaning = {
+        "beam": "by a beam search in a tree", "routed": "from the best of --subsets subsets of "
+        "equal frequency", "head": f"the most frequent {classes}",
+        "bigram": f"the {classes} that most often "
+        "follow the last one", "midx": "samples of midx"
+    }
+    cane.add_argument(
+        "--candidates-from", choices=sources, default=sources[0],
+        help="; ".join(f"{source}: {meaning[source]}"
+                       for source in sources) + " (default: %(default)s)")
     if "beam" in sources:
-        cane.add_argument("--beam", type=positive(int), help="width of the search, at least --candidates (default: --candidates)")
+        cane.add_argument(
+            "--beam", type=positive(int), help="width of the beam search, at least "
+            "--candidates (default: --candidates)")
     if "routed" in sources:
         cane.add_argument("--subsets", type=positive(int), default=100, help="default: %(default)s")
-    cane.add_argument("--noises", type=positive(int), default=noises, help=f"drawn from the other {classes} (default: %(default)s)")
-    cane.add_argument("--noise", choices=NOISES, default=noise, help="default: %(default)s; midx where the candidates are not from a tree")
-    cane.add_argument("--noise-reduction", choices=["mean_of_logs", "log_of_mean"], default=noise_reduction, help="default: %(default)s")
+    cane.add_argument(
+        "--noises", type=positive(int), default=noises, help="number of noise "
+        f"samples from the other {classes} (default: "
+        "%(default)s)")
+    cane.add_argument(
+        "--noise", choices=NOISES, default=noise, help="default: %(default)s; midx "
+        "is not available if the candidates are "
+        "from a tree")
+    cane.add_argument("--noise-reduction", choices=["mean_of_logs", "log_of_mean"],
+                      default=noise_reduction, help="default: %(default)s")
 
 
-def add_training_arguments(parser: argparse.ArgumentParser, *, epochs: int, batch_size: int, optimizer: str, note: str = "",
-                           learning_rates: dict[str, float] = LEARNING_RATES, schedule: str = "constant"):
-    """The group, for an example to add its own; note: what there is to say about the default optimizer."""
+def add_training_arguments(parser: argparse.ArgumentParser, *, epochs: int, batch_size: int,
+                           optimizer: str, note: str = "",
+                           learning_rates: dict[str, float] = LEARNING_RATES,
+                           schedule: str = "constant"):
+    """Adds the options of training and returns their group, for an example to add more. `note` is
+    appended to the help of --optimizer."""
     training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=positive(float), default=epochs, help="default: %(default)s")
-    training.add_argument("--eval-epochs", type=positive(float), default=1, help="between evaluations (default: %(default)s)")
-    training.add_argument("--max-minutes", type=positive(float), help="training time of each loss, evaluation left out")
-    training.add_argument("--eval-minutes", type=positive(float),
-                          help="training time between evaluations, beside those of --eval-epochs (default: a sixth of --max-minutes)")
-    training.add_argument("--batch-size", type=positive(int), default=batch_size, help="default: %(default)s")
-    training.add_argument("--optimizer", choices=OPTIMIZERS, default=optimizer, help=f"default: %(default)s{note}")
-    training.add_argument("--row-wise", action="store_true", help="one accumulator or second moment for each class, with adagrad and adam")
-    training.add_argument("--state-dtype", choices=DTYPES, default="float32", help="of the optimizer's other state of classes (default: %(default)s)")
-    training.add_argument("--stochastic-rounding", action="store_true", help="steps of 16-bit rows round up or down by chance, right on average")
-    training.add_argument("--lr", type=positive(float), help="default: " + ", ".join(f"{k} {v}" for k, v in learning_rates.items()))
-    training.add_argument("--schedule", choices=["constant", "cosine"], default=schedule,
-                          help="cosine: the learning rate falls to 0 over --epochs or --max-minutes (default: %(default)s)")
-    training.add_argument("--clip", type=positive(float), default=1.0, help="largest norm of the gradient (default: %(default)s)")
+    training.add_argument("--epochs", type=positive(float), default=epochs,
+                          help="default: %(default)s")
+    training.add_argument("--eval-epochs", type=positive(float), default=1,
+                          help="between evaluations (default: %(default)s)")
+    training.add_argument("--max-minutes", type=positive(float), help="training time of each loss, "
+                          "without evaluation")
+    training.add_argument(
+        "--eval-minutes", type=positive(float),
+        help="training time between evaluations, in addition to those of --eval-epochs "
+        "(default: a sixth of --max-minutes)")
+    training.add_argument("--batch-size", type=positive(int), default=batch_size,
+                          help="default: %(default)s")
+    training.add_argument("--optimizer", choices=OPTIMIZERS, default=optimizer,
+                          help=f"default: %(default)s{note}")
+    training.add_argument(
+        "--row-wise", action="store_true", help="keep one accumulator or second "
+        "moment per class, with "
+        "adagrad and adam")
+    training.add_argument(
+        "--state-dtype", choices=DTYPES, default="float32",
+        help="dtype of the other optimizer state of classes (default: "
+        "%(default)s)")
+    training.add_argument("--stochastic-rounding", action="store_true",
+                          help="update 16-bit rows with "
+                          "stochastic rounding")
+    training.add_argument(
+        "--lr", type=positive(float),
+        help="default: " + ", ".join(f"{k} {v}" for k, v in learning_rates.items()))
+    training.add_argument(
+        "--schedule", choices=["constant", "cosine"], default=schedule,
+        help="cosine: the learning rate decays to 0 over --epochs or "
+        "--max-minutes (default: %(default)s)")
+    training.add_argument("--clip", type=positive(float), default=1.0, help="gradient norm to clip "
+                          "to (default: "
+                          "%(default)s)")
     training.add_argument("--seed", type=seed, default=1, help="default: %(default)s")
-    training.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
-    training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    training.add_argument("--threads", type=positive(int), help="CPU threads (default: as torch "
+                          "chooses)")
+    training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                          help="default: %(default)s")
     return training
 
 
 def add_file_arguments(parser: argparse.ArgumentParser, output: str):
     files = parser.add_argument_group("files")
-    files.add_argument("--output", metavar="DIR", type=Path, default=Path(output), help="default: %(default)s")
-    files.add_argument("--checkpoint", metavar="PATH", type=Path, help="written after each evaluation and when interrupted")
-    files.add_argument("--resume", action="store_true", help="go on from --checkpoint: the same bits as a run that wrote it and went on")
+    files.add_argument("--output", metavar="DIR", type=Path, default=Path(output),
+                       help="default: %(default)s")
+    files.add_argument("--checkpoint", metavar="PATH", type=Path, help="written after each "
+                       "evaluation and when "
+                       "interrupted")
+    files.add_argument(
+        "--resume", action="store_true", help="resume from --checkpoint; the result is "
+        "bit-identical to that of an uninterrupted "
+        "run")
 
 
-def complete(parser: argparse.ArgumentParser, args: argparse.Namespace, learning_rates: dict[str, float] = LEARNING_RATES):
-    """Fills in the defaults that depend on other options, and ends the program where options contradict each other."""
+def complete(parser: argparse.ArgumentParser, args: argparse.Namespace,
+             learning_rates: dict[str, float] = LEARNING_RATES):
+    """Sets defaults that depend on other options, and ends the program if options contradict each
+    other."""
     args.loss = list(dict.fromkeys(args.loss))
     args.lr = args.lr or learning_rates[args.optimizer]
     complete_ranks(parser, args)
@@ -134,14 +205,17 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace, learning
             parser.error(f"--checkpoint: nothing can be written to {folder}: {error.strerror}")
     try:
         torch.empty(0, device=args.device).to("cpu")
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # no such device, or one without values
+    # no such device, or the meta device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         parser.error(f"--device: {args.device} is not there ({str(error).splitlines()[0]})")
     if len(args.samples) != len(args.sampler):
-        parser.error(f"--samples: expected a number for each of the {len(args.sampler)} samplers, got {len(args.samples)}")
+        parser.error(f"--samples: expected a number for each of the {len(args.sampler)} samplers, "
+                     f"got {len(args.samples)}")
     if len(args.sampler) > 1 and "in_batch" in args.sampler:
         parser.error("--sampler: in_batch, whose candidates are the targets, stands alone")
     if "noise" in args and args.noise == "midx" and args.candidates_from in ("beam", "routed"):
-        parser.error(f"--noise midx: expected no --candidates-from {args.candidates_from}: in a tree classes have no rows of their own")
+        parser.error(f"--noise midx: expected no --candidates-from {args.candidates_from}: in a "
+                     "tree classes have no rows of their own")
     if getattr(args, "beam", None) is not None and args.candidates_from != "beam":
         parser.error(f"--beam: expected --candidates-from beam, got {args.candidates_from}")
     if args.head < 0:
@@ -149,7 +223,8 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace, learning
 
 
 def report_errors(program: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """The program's exit code; 2 where it cannot go on, DIVERGED where the loss did, with the reason in one line."""
+    """Runs the program and returns its exit code: 2 on an error, DIVERGED if the loss diverged.
+    Prints the reason in one line."""
     name = Path(sys.argv[0]).name
     try:
         with process_group(args):

@@ -1,16 +1,16 @@
-"""Errors that end a program with a line that says what to change."""
+"""Errors that end a program with a one-line message that says what to change."""
 
 
 class UsageError(ValueError):
-    """Arguments that do not fit together, or not the data; the message says which."""
+    """Arguments that contradict each other or do not match the data."""
 
 
 class DataError(ValueError):
-    """The data cannot be used; the message says why."""
+    """Data that cannot be used."""
 
 
 class Diverged(ValueError):
-    """A loss that is no number any more; the message says of what a smaller value may help."""
+    """A loss that is not finite; the message names the option to reduce."""
 
 
-DIVERGED = 3  # the exit code where one did
+DIVERGED = 3  # the exit code of a program whose loss diverged

@@ -1,4 +1,4 @@
-"""Files that a run leaves behind: tables and curves."""
+"""Output files of a run: tables and curves."""
 
 import contextlib
 import json
@@ -8,33 +8,34 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str):
-    """Replaces the file in one step: a reader, or a run that is cut off, never sees half of it."""
+    """Replaces a file atomically, so that it is never seen half-written, even if the run stops."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
 def write_tables(output: Path, history: dict, table: str):
-    """history.json and table.md."""
+    """Writes history.json and table.md."""
     write_text(output / "history.json", json.dumps(history, indent=2) + "\n")
     write_text(output / "table.md", table)
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-    """Rows that have the same columns: the first is text, the others are numbers."""
+    """Formats rows with the same columns as a table: text in the first, numbers in the others."""
     head = list(rows[0])
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *(list(row.values()) for row in rows)]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def mean_and_error(values: list[float], decimals: int = 4) -> str:
-    """The mean over seeds, and its standard error where there are several."""
-    error = f" +- {statistics.stdev(values) / len(values) ** 0.5:.{decimals}f}" if len(values) > 1 else ""
+    """Formats the mean over seeds, and its standard error if there are several."""
+    error = f" +- {statistics.stdev(values) / len(values) ** 0.5:.{decimals}f}" if len(
+        values) > 1 else ""
     return f"{statistics.mean(values):,.{decimals}f}{error}"
 
 
 def cost(run: dict) -> dict[str, str]:
-    """The columns that say what training took."""
+    """Returns the columns with the cost of training."""
     seconds, steps = run["train_seconds"], max(run["steps"], 1)
     return {
         "loss": run["loss"],
@@ -46,7 +47,7 @@ def cost(run: dict) -> dict[str, str]:
 
 @contextlib.contextmanager
 def drawing(path: Path, size: tuple[float, float] = (7, 4.5)):
-    """Axes to draw on; the picture is written at the end. Needs no display."""
+    """Yields axes to draw on, and saves the picture at the end. Needs no display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -59,12 +60,12 @@ def drawing(path: Path, size: tuple[float, float] = (7, 4.5)):
 
 
 def curve(runs: list[dict], key: str, label: str, number: str, title: str, path: Path):
-    """
-    The figure against training time, a curve a loss.
+    """Plots a metric against training time, one curve per loss.
 
-    key: of the figure in a run's points
-    label: of the axis
-    number: the format of the last figure in the legend
+    Args:
+        key: the metric's key in a run's points.
+        label: the label of the axis.
+        number: the format of the last value in the legend.
     """
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
@@ -77,7 +78,8 @@ def curve(runs: list[dict], key: str, label: str, number: str, title: str, path:
                     [point[key] for point in points],
                     marker="o",
                     markersize=4,
-                    label=f"{run['loss']}, {points[-1][key]:{number}} after {run['epochs']:.2g} epochs",
+                    label=f"{run['loss']}, {points[-1][key]:{number}} after {run['epochs']:.2g} "
+                    "epochs",
                 )
         values = [point[key] for run in runs for point in run["points"]]
         if values and max(values) > 3 * min(values) > 0:

@@ -1,4 +1,4 @@
-"""The training loop, what interrupts it, and the checkpoints from which it goes on."""
+"""The training loop, its interruption by the user, and checkpoints to resume from."""
 
 import argparse
 import math
@@ -20,25 +20,33 @@ from .errors import Diverged, UsageError
 from .losses import Loss, build_optimizer
 from .ranks import Ranks
 
-# What may differ between the run that wrote a checkpoint and the run that resumes it: the rest decides the weights.
-FREE_ARGUMENTS = {"eval_minutes", "eval_epochs", "threads", "checkpoint", "resume", "output", "loss", "patience"}
-BUDGET_ARGUMENTS = {"epochs", "max_minutes"}  # free, too, where the learning rate does not follow them
+# Arguments that may differ between the run that wrote a checkpoint and the run that resumes it. All
+# others influence the weights.
+FREE_ARGUMENTS = {
+    "eval_minutes", "eval_epochs", "threads", "checkpoint", "resume", "output", "loss", "patience"
+}
+# These may differ too, unless the learning rate depends on them.
+BUDGET_ARGUMENTS = {"epochs", "max_minutes"}
 
 
 class Run:
-    """
-    One loss in training: weights, optimizer, position and figures, all of which a checkpoint holds. An example's run adds
+    """Training with one loss: weights, optimizer, position and metrics, all of which a checkpoint
+    holds.
 
-        epoch_steps     how many steps an epoch has
-        unit            what a step's targets are called, in the plural
-        train_loss      the loss of this rank in the step that comes, and how many targets the whole batch has
-        measure         what an evaluation finds, `valid_...`, for the curve
-        measure_test    what the finished run is worth, `test_...`
-        TEST            the names of these figures
-        summary         the figures of a point of the curve, for the terminal
-        OF_RANK         which entries of STATE differ between ranks
+    The run of an example adds:
 
-    Of several ranks each has a run, with its part of every batch; all of them take the same steps and find the same figures.
+        epoch_steps   the number of steps per epoch
+        unit          the plural name of a step's targets
+        train_loss    returns the loss of this rank in the next step, and the number of targets in
+                      the whole batch
+        measure       returns the metrics of an evaluation, `valid_...`, for the curve
+        measure_test  returns the metrics of the finished run, `test_...`
+        TEST          the names of the metrics of measure_test
+        summary       formats the metrics of a point of the curve for the terminal
+        OF_RANK       the entries of STATE that differ between ranks
+
+    With several ranks, each rank has a run with its part of every batch. All ranks take the same
+    steps and compute the same metrics.
     """
 
     epoch_steps: int
@@ -49,7 +57,8 @@ class Run:
     MODULES = ("encoder", "loss", "optimizer")
 
     def __init__(self, name: str, args: argparse.Namespace, encoder: nn.Module, loss: Loss):
-        """encoder: its `embedding` holds the output layer's rows, but with --untied. Both were made after torch.manual_seed(args.seed)."""
+        """Takes an encoder and a loss created after torch.manual_seed(args.seed). The weight of
+        `encoder.embedding` is also that of the output layer, unless --untied is given."""
         self.name = name
         self.args = args
         self.device = torch.device(args.device)
@@ -61,25 +70,26 @@ class Run:
         self.ranks = Ranks(getattr(args, "table", None))
         self.call = self.ranks.data_parallel(self.encoder, self.loss)
         modules = nn.ModuleList([self.encoder, self.loss])
-        self.parameters = list(modules.parameters())  # the tied weight once
+        self.parameters = list(modules.parameters())  # contains a tied weight only once
         self.optimizer = build_optimizer(args, self.parameters)
 
         self.steps = 0
         self.targets = 0
         self.train_seconds = 0.0
-        self.points: list[dict] = []  # one an evaluation
+        self.points: list[dict] = []  # one per evaluation
         self.test: dict | None = None
-        self.recent = [0.0, 0]  # summed loss and number of targets since the last evaluation
+        self.recent = [0.0, 0]  # sum of losses and number of targets since the last evaluation
         self.ranks.seed(args.seed)
         self.rng = self.rng_state()
 
     @property
     def table(self) -> nn.Linear:
-        """The parameters of the output layer: a row a class, or a row an edge of a tree of classes."""
+        """The parameters of the output layer: one row per class, or one row per edge of a class
+        tree."""
         return self.loss.linear if isinstance(self.loss, xs.LinearLoss) else self.loss.edges
 
     def tie(self):
-        """Makes the rows of the classes those of the embedding."""
+        """Uses the embedding's weight as the weight of the output layer."""
         self.table.weight = self.encoder.embedding.weight
 
     def init_bias(self):
@@ -90,18 +100,21 @@ class Run:
         raise NotImplementedError
 
     def measure(self, interrupt: "Interrupt") -> dict | None:
-        """None when interrupted."""
+        """Returns None if interrupted."""
         raise NotImplementedError
 
     def measure_test(self, interrupt: "Interrupt") -> dict | None:
-        """None when interrupted."""
+        """Returns None if interrupted."""
         raise NotImplementedError
 
     def summary(self, point: dict) -> str:
         raise NotImplementedError
 
     def rng_state(self) -> dict:
-        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None}
+        return {
+            "cpu": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        }
 
     def set_rng_state(self, state: dict):
         torch.set_rng_state(state["cpu"])
@@ -109,7 +122,10 @@ class Run:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
     def state_dict(self) -> dict:
-        state = {key: getattr(self, key) for key in self.STATE} | {key: getattr(self, key).state_dict() for key in self.MODULES}
+        state = {key: getattr(self, key)
+                 for key in self.STATE
+                 } | {key: getattr(self, key).state_dict()
+                      for key in self.MODULES}
         return self.ranks.together(state, self.OF_RANK)
 
     def load_state_dict(self, state: dict):
@@ -129,9 +145,10 @@ class Run:
 
     @property
     def progress(self) -> float:
-        """The share of the budget that is spent: of steps, or of minutes."""
+        """The fraction of the budget, in steps or minutes, that is spent."""
         spent = self.steps / (self.args.epochs * self.epoch_steps)
-        return spent if self.args.max_minutes is None else max(spent, self.train_seconds / (60 * self.args.max_minutes))
+        return spent if self.args.max_minutes is None else max(
+            spent, self.train_seconds / (60 * self.args.max_minutes))
 
     @property
     def finished(self) -> bool:
@@ -139,7 +156,8 @@ class Run:
 
     def step(self):
         for group in self.optimizer.param_groups:
-            group["lr"] = self.args.lr * (0.5 + 0.5 * math.cos(math.pi * self.progress) if self.args.schedule == "cosine" else 1.0)
+            group["lr"] = self.args.lr * (0.5 + 0.5 * math.cos(math.pi * self.progress)
+                                          if self.args.schedule == "cosine" else 1.0)
         self.encoder.train()
         self.loss.train()
         loss, count = self.call(self.train_loss)
@@ -150,21 +168,24 @@ class Run:
         self.optimizer.step()
         value = loss.item()
         if not math.isfinite(value):
-            raise Diverged(f"the {self.name} loss is {value} after {self.steps} steps: try a smaller --lr than {self.args.lr}")
+            raise Diverged(f"the {self.name} loss is {value} after {self.steps} steps: try a "
+                           f"smaller --lr than {self.args.lr}")
         self.recent = [self.recent[0] + value * count, self.recent[1] + count]
         self.steps += 1
         self.targets += count
 
     @torch.no_grad()
-    def exactly(self, measure: Callable[["Interrupt"], dict | None], interrupt: "Interrupt") -> dict | None:
-        """What measure finds in the finished weights, by the full softmax, whichever loss trains."""
+    def exactly(self, measure: Callable[["Interrupt"], dict | None],
+                interrupt: "Interrupt") -> dict | None:
+        """Evaluates the current weights with the full softmax, whichever loss is trained."""
         self.encoder.eval()
         self.loss.eval()
-        self.optimizer.flush()  # an embedding with rows of its own may owe steps: the loss sees to its own table alone
+        # apply pending updates of an untied embedding; the loss flushes only its own table
+        self.optimizer.flush()
         return measure(interrupt)
 
     def batches(self, count: int, what: str, interrupt: "Interrupt"):
-        """The numbers below count, with a bar on a terminal; ends early when interrupted."""
+        """Yields 0 .. count - 1 with a progress bar on a terminal; stops early if interrupted."""
         for i in tqdm(range(count), desc=f"{self.name}: {what}", disable=self.quiet, leave=False):
             interrupt.look()
             if interrupt.seen:
@@ -173,7 +194,7 @@ class Run:
 
     @property
     def quiet(self) -> bool:
-        """No bars."""
+        """Whether to hide progress bars."""
         return not (self.ranks.first and sys.stderr.isatty())
 
     def evaluate(self, interrupt: "Interrupt"):
@@ -190,17 +211,18 @@ class Run:
         }
         self.points.append(point)
         self.recent = [0.0, 0]
-        tqdm.write(
-            f"{self.name}: step {self.steps:,}, epoch {point['epoch']:.3g}, {self.train_seconds / 60:.2f} min, "
-            f"train loss {point['train_loss']:.3f}, {self.summary(point)}"
-        )
+        tqdm.write(f"{self.name}: step {self.steps:,}, epoch {point['epoch']:.3g}, "
+                   f"{self.train_seconds / 60:.2f} min, "
+                   f"train loss {point['train_loss']:.3f}, {self.summary(point)}")
         sys.stdout.flush()
 
     def train(self, interrupt: "Interrupt", save: Callable[[], None]):
-        """Trains until the budget is spent or a key is pressed, and calls save() wherever a later run may go on."""
+        """Trains until the budget is spent or the user interrupts. Calls save() at each point from
+        which a later run can resume."""
         self.set_rng_state(self.rng)
         if not self.finished:
-            self.test = None  # resumed with a larger budget: the figures of its last weights are still to come
+            # resumed with a larger budget, so the final weights are not evaluated yet
+            self.test = None
         eval_seconds = 60 * self.args.eval_minutes if self.args.eval_minutes else math.inf
         evaluated = self.points[-1]["train_seconds"] if self.points else 0.0
         steps = math.ceil(self.args.epochs * self.epoch_steps)
@@ -211,15 +233,17 @@ class Run:
             self.step()
             self.train_seconds += interrupt.look(time.perf_counter() - start)
             bar.update()
-            if self.finished or self.steps % self.eval_steps == 0 or self.train_seconds - evaluated >= eval_seconds:
+            is_time = self.train_seconds - evaluated >= eval_seconds
+            if self.finished or self.steps % self.eval_steps == 0 or is_time:
                 evaluated = self.train_seconds
                 self.rng = self.rng_state()
                 self.evaluate(interrupt)
                 save()
         bar.close()
         self.rng = self.rng_state()
-        if self.finished and not interrupt.seen and (not self.points or self.points[-1]["step"] < self.steps):
-            self.evaluate(interrupt)  # interrupted in its last evaluation, and resumed
+        if self.finished and not interrupt.seen and (not self.points
+                                                     or self.points[-1]["step"] < self.steps):
+            self.evaluate(interrupt)  # a previous run was interrupted in its last evaluation
         if self.finished and self.test is None and not interrupt.seen:
             self.test = self.exactly(self.measure_test, interrupt)
         save()
@@ -232,20 +256,22 @@ class Run:
             self.unit: self.targets,
             "train_seconds": self.train_seconds,
             "points": self.points,
-            **{key: self.test and self.test[key] for key in self.TEST},
+            **{key: self.test and self.test[key]
+               for key in self.TEST},
         }
 
 
 class Interrupt:
-    """Turns the first Ctrl-C into a flag, read between steps, where everything can be saved; the second ends the program. All ranks look at the
-    same times, and see what one of them has met."""
-
-    def __init__(self, ranks: Ranks = Ranks()):  # noqa: B008 (nothing of it changes)
+    """Turns the first Ctrl-C into a flag that is read between steps, when everything can be saved;
+    the second Ctrl-C ends the program. All ranks call look() together, and stop if one of them was
+    interrupted."""
+    def __init__(self, ranks: Ranks = Ranks()):  # noqa: B008 (it is never modified)
         self.ranks = ranks
         self.met = self.seen = False
 
     def look(self, seconds: float = 0.0) -> float:
-        """Returns the mean of `seconds` over ranks: a budget of time ends on all of them at once."""
+        """Updates `seen`, and returns the mean of `seconds` over ranks, so that a time budget ends
+        on all ranks at once."""
         met, seconds = self.ranks.mean(self.met, seconds)
         self.seen = met > 0
         return seconds
@@ -262,67 +288,83 @@ class Interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def save_checkpoint(path: Path, fingerprint: int, args: argparse.Namespace, states: dict[str, dict]):
-    """Writes beside the old checkpoint and then takes its place: whenever the program ends, one of the two is whole."""
+def save_checkpoint(path: Path, fingerprint: int, args: argparse.Namespace, states: dict[str,
+                                                                                         dict]):
+    """Writes a new file and then renames it over the old checkpoint: whenever the program ends, one
+    of the two is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with open(partial, "wb") as file:
         torch.save({"arguments": plain(args), "fingerprint": fingerprint, "runs": states}, file)
         file.flush()
-        os.fsync(file.fileno())  # or a machine that stops may keep the new name and lose what it names
+        # otherwise a power failure may keep the new name but lose the contents
+        os.fsync(file.fileno())
     os.replace(partial, path)
 
 
 def read_checkpoint(path: Path, option: str) -> tuple[dict, int, dict[str, dict]]:
-    """Arguments, fingerprint of the data, and the states of the runs by the name of the loss. option: what named the file."""
+    """Returns arguments, fingerprint of the data, and the states of the runs by the name of the
+    loss. `option` is the command-line option that named the file."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         return checkpoint["arguments"], checkpoint["fingerprint"], checkpoint["runs"]
-    except Exception as error:  # whatever torch.load meets in a file that is no checkpoint
-        raise UsageError(f"{option}: {path} is not a checkpoint of this program ({error})") from error
+    except Exception as error:  # torch.load raises many types for other files
+        raise UsageError(
+            f"{option}: {path} is not a checkpoint of this program ({error})") from error
 
 
-def load_checkpoint(path: Path, fingerprint: int, args: argparse.Namespace, data: str) -> dict[str, dict]:
-    """The states of the runs so far, by the name of the loss. data: what it is called in an error."""
+def load_checkpoint(path: Path, fingerprint: int, args: argparse.Namespace,
+                    data: str) -> dict[str, dict]:
+    """Returns the states of the previous runs, by the name of the loss. `data` names the data in
+    errors."""
     saved, trained_on, runs = read_checkpoint(path, "--resume")
     free = FREE_ARGUMENTS | (BUDGET_ARGUMENTS if args.schedule == "constant" else set())
     for key, value in plain(args).items():
-        if key not in free and key in saved and saved[key] != value:  # an option that is younger than the checkpoint decides nothing
+        # skip options that did not exist yet when the checkpoint was written
+        if key not in free and key in saved and saved[key] != value:
             option = key.replace("_", "-")
-            raise UsageError(f"--resume: the checkpoint was written with --{option} {saved[key]}, and this run has {value}")
+            raise UsageError(f"--resume: the checkpoint was written with --{option} {saved[key]}, "
+                             f"and this run has {value}")
     if trained_on != fingerprint:
         raise UsageError(f"--resume: {data} is not what the checkpoint was trained on")
     return runs
 
 
 def plain(args: argparse.Namespace) -> dict:
-    return {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    return {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in vars(args).items()
+    }
 
 
 def history(args: argparse.Namespace, runs: list[Run], **data: dict) -> dict:
-    """Every figure, with all that it takes to get it again."""
+    """Returns all metrics, with everything that is needed to reproduce them."""
     processor = platform.processor() or platform.machine()
     return {
         "arguments": plain(args),
         **data,
-        "machine": {"torch": torch.__version__, "threads": torch.get_num_threads(), "ranks": Ranks(getattr(args, "table", None)).size,
-                    "processor": processor},
+        "machine": {
+            "torch": torch.__version__, "threads": torch.get_num_threads(),
+            "ranks": Ranks(getattr(args, "table", None)).size, "processor": processor
+        },
         "runs": [run.figures() for run in runs],
     }
 
 
 def train_each(args: argparse.Namespace, make: Callable[[str], Run], fingerprint: int, data: str,
                write: Callable[[list[Run]], None]) -> tuple[list[Run], bool]:
-    """
-    Trains with each loss in turn, from the checkpoint where there is one.
+    """Trains with each loss in turn, and resumes from the checkpoint if requested.
 
-    make: the run of a loss
-    fingerprint: of the data: a checkpoint belongs to one
-    data: what it is called in an error
-    write: leaves the figures so far behind
-    Returns: the runs, and whether they were interrupted.
+    Args:
+        make: creates the run of a loss.
+        fingerprint: of the data, to which a checkpoint is bound.
+        data: the name of the data in errors.
+        write: writes the metrics so far to files.
+
+    Returns:
+        The runs, and whether they were interrupted.
     """
-    args.output.mkdir(parents=True, exist_ok=True)  # fails now rather than after the training
+    args.output.mkdir(parents=True, exist_ok=True)  # fails before the training instead of after it
     ranks = Ranks(getattr(args, "table", None))
     ranks.same("--data", fingerprint)
     states = load_checkpoint(args.checkpoint, fingerprint, args, data) if args.resume else {}
@@ -344,7 +386,8 @@ def train_each(args: argparse.Namespace, make: Callable[[str], Run], fingerprint
             run.train(interrupt, save)
             interrupt.look()
             if interrupt.seen:
-                saved = f", --checkpoint {args.checkpoint} --resume goes on from here" if args.checkpoint else ""
+                saved = (f", --checkpoint {args.checkpoint} --resume goes on from here"
+                         if args.checkpoint else "")
                 print(f"interrupted after {run.steps} steps of the {name} loss{saved}", flush=True)
                 break
     return runs, interrupt.seen

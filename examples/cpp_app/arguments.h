@@ -1,5 +1,6 @@
-// Arguments of the form --name value, with defaults, and flags without one; anything unknown or ill-formed is an error that names the argument.
-// Below them the main of a program that takes such arguments.
+// Parses arguments of the form --name value, with defaults, and flags without a value. Unknown or
+// malformed arguments are errors that name the argument. Also defines the main function of programs
+// with such arguments.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -35,7 +36,7 @@ class Arguments {
     }
   }
 
-  // The number given as --name, or the fallback; least is the smallest that makes sense.
+  // Returns the value of --name, or the fallback. Throws UsageError if it is below `least`.
   template <typename T>
   T number(const std::string& name, T fallback, T least) {
     static_assert(std::is_arithmetic_v<T>);
@@ -51,14 +52,15 @@ class Arguments {
       throw UsageError("--" + name + ": expected a number, got '" + text + "'");
     }
     if (!(value >= least)) {
-      throw UsageError("--" + name + ": expected " + std::to_string(least) + " or more, got " + text);
+      throw UsageError("--" + name + ": expected " + std::to_string(least) + " or more, got " +
+                       text);
     }
     return value;
   }
 
   bool flag(const std::string& name) const { return given_.count(name) != 0; }
 
-  // To be called once every argument has been asked for: what is left over was mistyped.
+  // Throws UsageError if an argument was not requested. Call it after requesting all arguments.
   void check_all_known() const {
     for (const auto& [name, value] : values_) {
       if (known_.count(name) == 0) {
@@ -75,8 +77,10 @@ class Arguments {
   std::set<std::string> known_, given_;
 };
 
-// The main of a program: its exit code is 2 where the arguments are wrong and 1 for any other error, with a line that says why.
-inline int run_program(const char* name, const char* usage, int argc, char** argv, void (*run)(Arguments&), const std::set<std::string>& flags = {}) {
+// The main function of a program. Returns exit code 2 for wrong arguments and 1 for other errors,
+// and prints the reason in one line.
+inline int run_program(const char* name, const char* usage, int argc, char** argv,
+                       void (*run)(Arguments&), const std::set<std::string>& flags = {}) {
   try {
     Arguments arguments(argc, argv, flags);
     if (arguments.help) {

@@ -1,4 +1,5 @@
-// Prints the likeliest next words of a sentence and completes it, with the model.pt of examples/language_model/train.py.
+// Prints the most likely next words of a sentence and completes it, with the model.pt written by
+// examples/language_model/train.py.
 
 #include <torch/script.h>
 #include <xsoftmax/xsoftmax.h>
@@ -11,10 +12,12 @@
 namespace {
 
 constexpr const char* kUsage =
-    "usage: complete MODEL.pt \"the beginning of a sentence\" [--words 20] [--top 5] [--temperature 0.8] [--seed 1]\n"
+    "usage: complete MODEL.pt \"the beginning of a sentence\" [--words 20] [--top 5] "
+    "[--temperature 0.8] [--seed 1]\n"
     "  --words        how many words to add\n"
-    "  --top          how many of the likeliest next words to print\n"
-    "  --temperature  0 always takes the likeliest word, 1 draws as the model believes\n";
+    "  --top          how many of the most likely next words to print\n"
+    "  --temperature  0 always takes the most likely word, 1 samples from the model's "
+    "distribution\n";
 
 struct Options {
   std::string model;
@@ -54,7 +57,8 @@ torch::jit::Module load(const std::string& path) {
   }
   for (const char* method : {"encode", "next_words", "complete", "decode"}) {
     if (!model.find_method(method)) {
-      throw UsageError(path + " has no method " + method + ": expected model.pt of examples/language_model");
+      throw UsageError(path + " has no method " + method +
+                       ": expected model.pt of examples/language_model");
     }
   }
   return model;
@@ -71,10 +75,12 @@ void run(const Options& options) {
   torch::Tensor likely = next->elements()[1].toTensor();
   for (int64_t i = 0; i < likely.numel(); ++i) {
     std::string word = model.get_method("decode")({likely.slice(0, i, i + 1)}).toStringRef();
-    std::printf("%6.2f %%  %s\n", 100 * probability[i].item<double>(), word.empty() ? "(end of line)" : word.c_str());
+    std::printf("%6.2f %%  %s\n", 100 * probability[i].item<double>(),
+                word.empty() ? "(end of line)" : word.c_str());
   }
 
-  torch::Tensor added = model.get_method("complete")({ids, options.words, options.temperature}).toTensor();
+  torch::Tensor added =
+      model.get_method("complete")({ids, options.words, options.temperature}).toTensor();
   std::string text = model.get_method("decode")({torch::cat({ids, added})}).toStringRef();
   std::printf("\n%s\n", text.c_str());
 }
@@ -82,6 +88,8 @@ void run(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  xsoftmax::init();  // a scripted model may hold the library's ops: their registration must be linked in
-  return run_program("complete", kUsage, argc, argv, [](Arguments& arguments) { run(parse(arguments)); });
+  // Links the registration of the library's operators, which a scripted model may contain.
+  xsoftmax::init();
+  return run_program("complete", kUsage, argc, argv,
+                     [](Arguments& arguments) { run(parse(arguments)); });
 }

@@ -1,4 +1,5 @@
-// Answers queries with a model that Python exported and compiled (AOTInductor): one line in, one line out, no Python.
+// Answers queries with a model exported from Python and compiled with AOTInductor: one line per
+// query, one line per answer, without Python.
 
 #include <ATen/Parallel.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
@@ -18,8 +19,10 @@ namespace {
 
 constexpr const char* kUsage =
     "usage: serve MODEL.pt2 [QUERIES] [--batch 1] [--threads 1]\n"
-    "  MODEL.pt2  a package of torch._inductor.aoti_compile_and_package: float32 [Q, D] in, log-probabilities and ids [Q, k] out, D in its metadata\n"
-    "  QUERIES    a query a line, its D numbers separated by spaces; without it: standard input\n"
+    "  MODEL.pt2  a package made by torch._inductor.aoti_compile_and_package, with input float32 "
+    "[Q, D], outputs log-probabilities and ids [Q, k], and D in its metadata\n"
+    "  QUERIES    a file with one query per line, D numbers separated by spaces; default: standard "
+    "input\n"
     "  --batch    how many queries are answered at once\n"
     "An answer is a line of id:log-probability, best first. Latencies go to standard error.\n";
 
@@ -35,7 +38,8 @@ Options parse(Arguments& arguments) {
   options.threads = arguments.number<int>("threads", 1, 1);
   arguments.check_all_known();
   if (arguments.positional.empty() || arguments.positional.size() > 2) {
-    throw UsageError("expected a package and at most one file of queries, got " + std::to_string(arguments.positional.size()) + " arguments");
+    throw UsageError("expected a package and at most one file of queries, got " +
+                     std::to_string(arguments.positional.size()) + " arguments");
   }
   options.model = arguments.positional[0];
   options.queries = arguments.positional.size() == 2 ? arguments.positional[1] : "";
@@ -47,7 +51,7 @@ Options parse(Arguments& arguments) {
   return options;
 }
 
-// Appends the numbers of a line.
+// Appends the numbers of a line to `numbers`.
 void read_query(const std::string& line, int64_t number, std::vector<float>& numbers) {
   const char *at = line.data(), *end = at + line.size();
   while (true) {
@@ -58,14 +62,15 @@ void read_query(const std::string& line, int64_t number, std::vector<float>& num
     float value = 0;
     const auto [next, error] = std::from_chars(at, end, value);
     if (error != std::errc()) {
-      throw UsageError("line " + std::to_string(number) + ": expected numbers, got '" + std::string(at, std::find(at, end, ' ')) + "'");
+      throw UsageError("line " + std::to_string(number) + ": expected numbers, got '" +
+                       std::string(at, std::find(at, end, ' ')) + "'");
     }
     numbers.push_back(value);
     at = next;
   }
 }
 
-// The next queries, [up to count, width]; empty at the end.
+// Reads the next queries, [up to count, width]; empty at the end.
 torch::Tensor read_queries(std::istream& in, int64_t count, int64_t width, int64_t& line_number) {
   std::vector<float> numbers;
   int64_t queries = 0;
@@ -74,13 +79,15 @@ torch::Tensor read_queries(std::istream& in, int64_t count, int64_t width, int64
     read_query(line, ++line_number, numbers);
     if (numbers.size() - before != static_cast<size_t>(width)) {
       const std::string got = std::to_string(numbers.size() - before);
-      throw UsageError("line " + std::to_string(line_number) + ": expected " + std::to_string(width) + " numbers, got " + got);
+      throw UsageError("line " + std::to_string(line_number) + ": expected " +
+                       std::to_string(width) + " numbers, got " + got);
     }
   }
   return torch::tensor(numbers).reshape({queries, width});
 }
 
-// The width of a query. A package does not check its input: a narrower one would be read past its end.
+// Returns the width of a query. It must be checked here, because a package does not check its
+// input: it would read past the end of a narrower query.
 int64_t width_of(torch::inductor::AOTIModelPackageLoader& model, const std::string& path) {
   const auto metadata = model.get_metadata();
   const auto found = metadata.find("width");
@@ -90,16 +97,19 @@ int64_t width_of(torch::inductor::AOTIModelPackageLoader& model, const std::stri
   }
   if (width < 1) {
     throw UsageError(path +
-                     ": expected the width of a query in the package's metadata, as `\"aot_inductor.metadata\": {\"width\": \"64\"}` puts it there, got " +
+                     ": expected the width of a query in the package's metadata, as "
+                     "`\"aot_inductor.metadata\": {\"width\": \"64\"}` puts it there, got " +
                      (found == metadata.end() ? "none" : "'" + found->second + "'"));
   }
   return width;
 }
 
 void check_answers(const std::vector<torch::Tensor>& answers, const std::string& path) {
-  if (answers.size() != 2 || answers[0].dim() != 2 || answers[0].scalar_type() != torch::kFloat || answers[1].sizes() != answers[0].sizes() ||
-      answers[1].scalar_type() != torch::kLong) {
-    throw UsageError(path + ": expected a model that returns log-probabilities and ids, float32 and int64 [Q, k]");
+  if (answers.size() != 2 || answers[0].dim() != 2 || answers[0].scalar_type() != torch::kFloat ||
+      answers[1].sizes() != answers[0].sizes() || answers[1].scalar_type() != torch::kLong) {
+    throw UsageError(
+        path +
+        ": expected a model that returns log-probabilities and ids, float32 and int64 [Q, k]");
   }
 }
 
@@ -108,18 +118,24 @@ void print_answers(const torch::Tensor& log_probs, const torch::Tensor& ids) {
   const auto id = ids.accessor<int64_t, 2>();
   for (int64_t q = 0; q < ids.size(0); ++q) {
     for (int64_t i = 0; i < ids.size(1); ++i) {
-      std::printf("%s%lld:%.5f", i == 0 ? "" : " ", static_cast<long long>(id[q][i]), log_prob[q][i]);
+      std::printf("%s%lld:%.5f", i == 0 ? "" : " ", static_cast<long long>(id[q][i]),
+                  log_prob[q][i]);
     }
     std::printf("\n");
   }
-  std::fflush(stdout); // who asks waits for the answer
+  std::fflush(stdout); // the client waits for the answer
 }
 
 void print_latencies(std::vector<double>& microseconds, int64_t batch, int threads) {
   std::sort(microseconds.begin(), microseconds.end());
-  const auto percentile = [&](double share) { return microseconds[std::min(size_t(share * double(microseconds.size())), microseconds.size() - 1)]; };
-  std::fprintf(stderr, "%zu calls of up to %lld queries, %d threads: median %.1f us, 99 %% %.1f us\n", microseconds.size(), static_cast<long long>(batch),
-               threads, percentile(0.5), percentile(0.99));
+  const auto percentile = [&](double share) {
+    return microseconds[std::min(size_t(share * double(microseconds.size())),
+                                 microseconds.size() - 1)];
+  };
+  std::fprintf(stderr,
+               "%zu calls of up to %lld queries, %d threads: median %.1f us, 99 %% %.1f us\n",
+               microseconds.size(), static_cast<long long>(batch), threads, percentile(0.5),
+               percentile(0.99));
 }
 
 void run(const Options& options) {
@@ -137,7 +153,9 @@ void run(const Options& options) {
     }
     const auto start = std::chrono::steady_clock::now();
     const std::vector<torch::Tensor> answers = model.run({queries});
-    microseconds.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count());
+    microseconds.push_back(
+        std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start)
+            .count());
     check_answers(answers, options.model);
     print_answers(answers[0], answers[1]);
   }
@@ -149,6 +167,8 @@ void run(const Options& options) {
 } // namespace
 
 int main(int argc, char** argv) {
-  xsoftmax::init(); // the package calls the library's operators: their registration must be linked in
-  return run_program("serve", kUsage, argc, argv, [](Arguments& arguments) { run(parse(arguments)); });
+  // Links the registration of the library's operators, which the package calls.
+  xsoftmax::init();
+  return run_program("serve", kUsage, argc, argv,
+                     [](Arguments& arguments) { run(parse(arguments)); });
 }

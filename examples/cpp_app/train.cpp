@@ -1,7 +1,9 @@
-// Trains a next-word model on a made-up language with the library's C++ modules: sampled softmax, row-sparse gradients, no Python.
+// Trains a next-word model on an artificial language with the library's C++ modules: sampled
+// softmax, row-sparse gradients, no Python.
 //
-// A word has a topic and a rank. The topic of the next word follows from that of this one; its rank is drawn by Zipf's law. So the
-// model has something to learn, and the least loss that any model can reach is known: the entropy of the ranks.
+// A word has a topic and a rank. The topic of the next word is determined by that of the current
+// word, and its rank is drawn from Zipf's distribution. So there is something to learn, and the
+// lowest possible loss is known: the entropy of the ranks.
 
 #include <torch/torch.h>
 #include <xsoftmax/xsoftmax.h>
@@ -14,11 +16,13 @@
 namespace {
 
 constexpr const char* kUsage =
-    "usage: train [--classes 20000] [--topics 100] [--width 64] [--batch 512] [--steps 2000] [--samples 256] [--head 256]\n"
+    "usage: train [--classes 20000] [--topics 100] [--width 64] [--batch 512] [--steps 2000] "
+    "[--samples 256] [--head 256]\n"
     "             [--lr 0.005] [--seed 1] [--threads 0]\n"
-    "  --classes  words of the language, a multiple of --topics\n"
-    "  --samples  classes drawn a step, beside the --head most frequent ones, which are always scored\n"
-    "  --threads  0: as many as torch takes\n";
+    "  --classes  number of words of the language, a multiple of --topics\n"
+    "  --samples  classes sampled per step, in addition to the --head most frequent ones, which "
+    "are always scored\n"
+    "  --threads  0: as many as torch chooses\n";
 
 struct Options {
   int64_t classes, topics, width, batch, steps, samples, head;
@@ -44,44 +48,55 @@ Options parse(Arguments& arguments) {
     throw UsageError("unexpected argument " + arguments.positional[0]);
   }
   if (options.classes % options.topics != 0) {
-    throw UsageError("--classes: expected a multiple of --topics, got " + std::to_string(options.classes) + " and " + std::to_string(options.topics));
+    throw UsageError("--classes: expected a multiple of --topics, got " +
+                     std::to_string(options.classes) + " and " + std::to_string(options.topics));
   }
   if (options.head + options.samples > options.classes) {
-    throw UsageError("--head and --samples together exceed the " + std::to_string(options.classes) + " classes");
+    throw UsageError("--head and --samples together exceed the " + std::to_string(options.classes) +
+                     " classes");
   }
   return options;
 }
 
 class Language {
  public:
-  Language(int64_t classes, int64_t topics) : topics_(topics), next_topic_(torch::randperm(topics)) {
+  Language(int64_t classes, int64_t topics)
+      : topics_(topics), next_topic_(torch::randperm(topics)) {
     rank_probability_ = 1 / torch::arange(1, classes / topics + 1, torch::kDouble);
     rank_probability_ /= rank_probability_.sum();
   }
 
-  // count words and the word that follows each. Ids rise with rank, so the first ids are the most frequent words.
+  // Returns `count` words and the word that follows each. Ids increase with rank, so the first ids
+  // are the most frequent words.
   std::pair<torch::Tensor, torch::Tensor> pairs(int64_t count) const {
     torch::Tensor topic = torch::randint(topics_, {count}, torch::kLong);
     return {word(topic), word(next_topic_.index_select(0, topic))};
   }
 
-  // Of every word, in proportion.
+  // Returns the relative frequencies of all words.
   torch::Tensor frequencies() const { return rank_probability_.repeat_interleave(topics_); }
 
-  double entropy() const { return -(rank_probability_ * rank_probability_.log()).sum().item<double>(); }
+  double entropy() const {
+    return -(rank_probability_ * rank_probability_.log()).sum().item<double>();
+  }
 
  private:
-  torch::Tensor word(const torch::Tensor& topic) const { return torch::multinomial(rank_probability_, topic.numel(), /*replacement=*/true) * topics_ + topic; }
+  torch::Tensor word(const torch::Tensor& topic) const {
+    return torch::multinomial(rank_probability_, topic.numel(), /*replacement=*/true) * topics_ +
+        topic;
+  }
 
   int64_t topics_;
   torch::Tensor next_topic_;
   torch::Tensor rank_probability_;
 };
 
-// Word ids [B] -> hidden states [B, width].
+// Maps word ids [B] to hidden states [B, width].
 struct EncoderImpl : torch::nn::Module {
   EncoderImpl(int64_t words, int64_t width)
-      : embedding(register_module("embedding", torch::nn::Embedding(torch::nn::EmbeddingOptions(words, width).sparse(true)))),
+      : embedding(register_module(
+            "embedding",
+            torch::nn::Embedding(torch::nn::EmbeddingOptions(words, width).sparse(true)))),
         linear(register_module("linear", torch::nn::Linear(width, width))) {
     torch::nn::init::normal_(embedding->weight, 0, 0.1);
   }
@@ -102,10 +117,12 @@ void run(const Options& options) {
 
   Encoder encoder(options.classes, options.width);
   xsoftmax::samplers::UnigramSampler sampler(language.frequencies(), options.samples);
-  xsoftmax::nn::SampledSoftmaxLoss loss(options.width, options.classes, sampler, xsoftmax::nn::SamplingOptions{.head = torch::arange(options.head)},
-                                        xsoftmax::nn::LossOptions{.bias = true});
+  xsoftmax::nn::SampledSoftmaxLoss loss(
+      options.width, options.classes, sampler,
+      xsoftmax::nn::SamplingOptions{.head = torch::arange(options.head)},
+      xsoftmax::nn::LossOptions{.bias = true});
 
-  // Both tables have gradients for the rows of a step only, and RowAdam touches those only.
+  // Both tables have row-sparse gradients, and RowAdam touches only the rows of a step.
   std::vector<torch::Tensor> parameters = encoder->parameters();
   for (const torch::Tensor& parameter : loss->parameters()) {
     parameters.push_back(parameter);
@@ -115,13 +132,13 @@ void run(const Options& options) {
   auto [held_out, held_out_target] = language.pairs(4096);
   auto evaluate = [&, &held_out = held_out, &held_out_target = held_out_target] {
     torch::NoGradGuard no_grad;
-    loss->eval();  // the exact loss, over every class
-    optimizer.flush();  // the embedding may owe steps: the loss sees to its own table alone
+    loss->eval(); // the exact loss over all classes
+    optimizer.flush(); // applies pending updates of the embedding; the loss flushes only its own
     return loss->forward(encoder(held_out), held_out_target).item<double>();
   };
 
-  std::printf("%ld classes; the exact loss of blind guessing is %.3f, the least possible %.3f\n\n", long(options.classes), std::log(double(options.classes)),
-              language.entropy());
+  std::printf("%ld classes; the exact loss of blind guessing is %.3f, the least possible %.3f\n\n",
+              long(options.classes), std::log(double(options.classes)), language.entropy());
   std::printf("%8s %12s %16s %22s\n", "step", "seconds", "sampled loss", "exact loss, held out");
   std::printf("%8d %12.1f %16s %22.3f\n", 0, 0.0, "-", evaluate());
   double seconds = 0, sum = 0;
@@ -147,12 +164,19 @@ void run(const Options& options) {
 
   torch::NoGradGuard no_grad;
   torch::Tensor best = loss->predict(encoder(held_out));
-  double right = (best % options.topics == held_out_target % options.topics).to(torch::kDouble).mean().item<double>();
-  std::printf("\n%.1f ms a step; the likeliest word has the right topic for %.1f %% of the held-out words\n", 1000 * seconds / options.steps, 100 * right);
+  double right = (best % options.topics == held_out_target % options.topics)
+                     .to(torch::kDouble)
+                     .mean()
+                     .item<double>();
+  std::printf(
+      "\n%.1f ms a step; the likeliest word has the right topic for %.1f %% of the held-out "
+      "words\n",
+      1000 * seconds / options.steps, 100 * right);
 }
 
-}  // namespace
+} // namespace
 
 int main(int argc, char** argv) {
-  return run_program("train", kUsage, argc, argv, [](Arguments& arguments) { run(parse(arguments)); });
+  return run_program("train", kUsage, argc, argv,
+                     [](Arguments& arguments) { run(parse(arguments)); });
 }

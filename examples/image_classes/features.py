@@ -1,11 +1,11 @@
-"""
-Writes the features that a trained VGG-16 gives its last layer, to train other last layers on them.
+"""Writes the features that a trained VGG-16 passes to its last layer, to train other last layers on
+them.
 
     python examples/image_classes/train.py --checkpoint out/vgg.ckpt
     python examples/image_classes/features.py --checkpoint out/vgg.ckpt --output out/features.pt
 
-The file (torch.load) holds `x` float32 [n, D] and `y` int64 [n] for each of "train", "valid" and "test"; of the training images so many
-distorted copies as --copies says.
+The file (for torch.load) holds `x` float32 [n, D] and `y` int64 [n] for each of "train", "valid"
+and "test". Training images occur in --copies distorted copies.
 """
 
 import argparse
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout: this file may be started from anywhere
+# the repository's root, so that this file can be started from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.common.arguments import positive, report_errors
 from examples.common.training import read_checkpoint
@@ -25,10 +26,16 @@ from examples.image_classes.train import Run, load_data, parse_arguments
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="of train.py; the first of several losses counts")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, help="checkpoint written by "
+        "train.py; the first of several losses is used")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--copies", type=positive(int), default=1, help="distorted ones of each training image (default: %(default)s)")
+    parser.add_argument(
+        "--copies", type=positive(int), default=1, help="number of distorted "
+        "copies of each training image (default: "
+        "%(default)s)")
     return parser.parse_args(argv)
 
 
@@ -38,7 +45,8 @@ def features(run: Run, part: data.Part, distorted: bool) -> tuple[Tensor, Tensor
     rows = []
     for images in tqdm(part.images.split(256), disable=None):
         images = images.float() / 255
-        rows.append(run.encoder((data.distort(images) if distorted else images).to(run.device)).cpu())
+        rows.append(
+            run.encoder((data.distort(images) if distorted else images).to(run.device)).cpu())
     return torch.cat(rows), part.labels
 
 
@@ -54,10 +62,16 @@ def write(args: argparse.Namespace) -> int:
     torch.manual_seed(options.seed)
     found = {}
     for split, copies in (("train", args.copies), ("valid", 1), ("test", 1)):
-        parts = [features(run, run.parts[split], split == "train" and not options.no_distortion) for _ in range(copies)]
-        found[split] = {"x": torch.cat([x for x, _ in parts]), "y": torch.cat([y for _, y in parts])}
+        parts = [
+            features(run, run.parts[split], split == "train" and not options.no_distortion)
+            for _ in range(copies)
+        ]
+        found[split] = {
+            "x": torch.cat([x for x, _ in parts]), "y": torch.cat([y for _, y in parts])
+        }
     torch.save(found, args.output)
-    print(f"{args.output}: " + ", ".join(f"{split} {list(part['x'].shape)}" for split, part in found.items()))
+    print(f"{args.output}: " + ", ".join(f"{split} {list(part['x'].shape)}"
+                                         for split, part in found.items()))
     return 0
 
 

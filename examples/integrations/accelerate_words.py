@@ -1,4 +1,4 @@
-"""A sampled softmax under Accelerate, gradients clipped."""
+"""Trains a sampled softmax with Accelerate, with gradient clipping."""
 
 import torch
 import xsoftmax as xs

@@ -1,5 +1,5 @@
-"""
-How far each sampler is from the softmax of a trained model: a table (xs.diagnose), and a plot of which words it draws.
+"""Compares samplers with the softmax of a trained model: a table (xs.diagnose), and a plot of the
+words that each sampler draws.
 
     python examples/language_model/train.py --loss exact --checkpoint out/model.ckpt
     python examples/language_model/compare_samplers.py --checkpoint out/model.ckpt --samples 20
@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 import xsoftmax as xs
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout: this file may be started from anywhere
+# the repository's root, so that this file can be started from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.common.arguments import positive, report_errors
 from examples.common.errors import UsageError
@@ -26,34 +27,52 @@ from examples.common.training import read_checkpoint
 from examples.language_model import data
 from examples.language_model.train import Run, load_data, parse_arguments as parse_train_arguments
 
-QUERY_BLOCK = 256  # queries whose probabilities of all words are in memory at once
+QUERY_BLOCK = 256  # number of queries whose probabilities [queries, words] are in memory at once
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    samplers = [name for name in SAMPLERS if name != "in_batch"]  # whose candidates are the batch's targets
-    parser.add_argument("--checkpoint", metavar="PATH", type=Path, required=True, help="of train.py")
-    parser.add_argument("--sampler", nargs="+", choices=samplers, default=samplers, help="default: all")
-    parser.add_argument("--samples", type=positive(int), default=20, help="draws for each word (default: %(default)s)")
-    parser.add_argument("--codewords", type=positive(int), default=64, help="of each midx codebook (default: %(default)s)")
-    parser.add_argument("--distinct", action="store_true", help="midx draws no word twice for a query")
-    parser.add_argument("--head", type=int, default=0, help="most frequent words, always scored (default: %(default)s)")
-    parser.add_argument("--estimator", choices=torch.ops.xsoftmax.estimator_names(), default="sampled_softmax", help="of all (default: %(default)s)")
-    parser.add_argument("--draws", type=positive(int), default=32, help="times that each sampler draws (default: %(default)s)")
-    parser.add_argument("--batches", type=positive(int), default=1, help="of validation text (default: %(default)s)")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    # without the sampler whose candidates are the batch's targets
+    samplers = [name for name in SAMPLERS if name != "in_batch"]
+    parser.add_argument("--checkpoint", metavar="PATH", type=Path, required=True,
+                        help="checkpoint written by train.py")
+    parser.add_argument("--sampler", nargs="+", choices=samplers, default=samplers,
+                        help="default: all")
+    parser.add_argument("--samples", type=positive(int), default=20, help="samples per word "
+                        "(default: %(default)s)")
+    parser.add_argument("--codewords", type=positive(int), default=64, help="codewords of each "
+                        "midx codebook (default: "
+                        "%(default)s)")
+    parser.add_argument("--distinct", action="store_true", help="midx samples without replacement "
+                        "for each query")
+    parser.add_argument(
+        "--head", type=int, default=0, help="number of most frequent words that "
+        "are always scored (default: %(default)s)")
+    parser.add_argument("--estimator", choices=torch.ops.xsoftmax.estimator_names(),
+                        default="sampled_softmax", help="of all samplers (default: %(default)s)")
+    parser.add_argument("--draws", type=positive(int), default=32, help="how often each sampler "
+                        "draws (default: "
+                        "%(default)s)")
+    parser.add_argument("--batches", type=positive(int), default=1, help="number of batches of "
+                        "validation text (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("out/samplers"), help="default: %(default)s")
+    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("out/samplers"),
+                        help="default: %(default)s")
     return parser.parse_args(argv)
 
 
 def load_run(path: Path) -> tuple[Run, data.Corpus]:
-    """The model of a checkpoint, the last loss of several, and its text."""
+    """Loads the model of a checkpoint (that of the last loss, if there are several) and its
+    text."""
     arguments, fingerprint, runs = read_checkpoint(path, "--checkpoint")
-    saved = argparse.Namespace(**vars(parse_train_arguments([])) | arguments)  # options that are newer than the checkpoint at their defaults
+    # options that did not exist when the checkpoint was written get their defaults
+    saved = argparse.Namespace(**vars(parse_train_arguments([])) | arguments)
     corpus = load_data(saved)
     saved.device = "cpu"
     if fingerprint != corpus.fingerprint:
-        raise UsageError(f"--checkpoint: the text of {corpus.name} is not the one that {path} was trained on")
+        raise UsageError(f"--checkpoint: the text of {corpus.name} is not the one that {path} was "
+                         "trained on")
     name = list(runs)[-1]
     run = Run(name, corpus, saved)
     run.load_state_dict(runs[name])
@@ -62,7 +81,7 @@ def load_run(path: Path) -> tuple[Run, data.Corpus]:
 
 @torch.no_grad()
 def hidden_states(run: Run, batches: int) -> tuple[Tensor, Tensor]:
-    """Queries [Q, D] and their words [Q], of the first batches of the validation text."""
+    """Returns queries [Q, D] and their words [Q] from the first batches of the validation text."""
     run.encoder.eval()
     parts, state = [], []
     for i in range(min(batches, len(run.parts["valid"]))):
@@ -76,35 +95,44 @@ def hidden_states(run: Run, batches: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def mean_probability(log_prob, queries: Tensor) -> Tensor:
-    """Of each word [N], over the queries."""
-    return sum(log_prob(part).double().exp().sum(0) for part in queries.split(QUERY_BLOCK)) / len(queries)
+    """Returns the mean probability of each word [N] over the queries."""
+    return sum(log_prob(part).double().exp().sum(0)
+               for part in queries.split(QUERY_BLOCK)) / len(queries)
 
 
 def compare(args: argparse.Namespace) -> int:
     run, corpus = load_run(args.checkpoint)
     if not isinstance(run.loss, xs.LinearLoss):
-        raise UsageError(f"--checkpoint: expected a model whose words have rows of their own, got one of {type(run.loss).__name__}")
+        raise UsageError("--checkpoint: expected a model whose words have rows of their own, got "
+                         f"one of {type(run.loss).__name__}")
     linear = run.loss.linear
     if args.draws < 2:
         raise UsageError(f"--draws: expected at least 2, got {args.draws}")
     if args.head < 0 or args.head + args.samples > linear.out_features:
-        raise UsageError(f"--head and --samples: expected 0 or more, and no more than the {linear.out_features} words of {corpus.name} together, "
+        raise UsageError("--head and --samples: expected 0 or more, and no more than the "
+                         f"{linear.out_features} words of {corpus.name} together, "
                          f"got {args.head} and {args.samples}")
     queries, target = hidden_states(run, args.batches)
     curves = {"softmax": mean_probability(run.loss.log_prob, queries)}
     rows = []
     for kind in tqdm(args.sampler, disable=not sys.stderr.isatty()):
         torch.manual_seed(args.seed)
-        options = argparse.Namespace(codewords=args.codewords, distinct=args.distinct, refresh_every=0)
+        options = argparse.Namespace(codewords=args.codewords, distinct=args.distinct,
+                                     refresh_every=0)
         try:
-            sampler = build_sampler(options, kind, corpus.counts, linear.in_features, args.samples, bias=True, private=True)
-        except ValueError as error:  # an option beyond what a sampler takes
+            sampler = build_sampler(options, kind, corpus.counts, linear.in_features, args.samples,
+                                    bias=True, private=True)
+        except ValueError as error:  # an option outside the range that a sampler supports
             raise UsageError(str(error)) from error
-        loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=sampler, head_classes=args.head, estimator=args.estimator)
+        loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=sampler, head_classes=args.head,
+                                                 estimator=args.estimator)
         loss.sampler.refresh(linear.weight, linear.bias)
         report = xs.diagnose(loss, queries, target, draws=args.draws)
         curves[kind] = mean_probability(lambda part: xs.proposal_log_prob(loss, part), queries)
-        rows.append({"sampler": kind} | {name.replace("_", " "): f"{value:.3g}" for name, value in dataclasses.asdict(report).items()})
+        rows.append({"sampler": kind} | {
+            name.replace("_", " "): f"{value:.3g}"
+            for name, value in dataclasses.asdict(report).items()
+        })
     table = markdown(rows)
     args.output.mkdir(parents=True, exist_ok=True)
     write_text(args.output / "samplers.md", table)
@@ -114,11 +142,14 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def plot(curves: dict[str, Tensor], title: str, path: Path):
-    """The share of draws that goes to the r most frequent words, against r: the softmax in black."""
+    """Plots the fraction of samples among the r most frequent words against r; the softmax in
+    black."""
     with drawing(path) as axes:
         for name, probability in curves.items():
             black = {"color": "black", "linewidth": 2} if name == "softmax" else {}
-            axes.plot(range(1, len(probability) + 1), probability.cumsum(0).cpu(), label=name, **black)
+            axes.plot(range(1,
+                            len(probability) + 1),
+                      probability.cumsum(0).cpu(), label=name, **black)
         axes.set_xscale("log")
         axes.set_xlabel("words by falling frequency")
         axes.set_ylabel("cumulative probability of a draw, mean over queries")

@@ -1,4 +1,4 @@
-"""Encoders that turn word ids into hidden states, and the scripted module that a C++ program loads."""
+"""Encoders that map word ids to hidden states, and a scripted module for C++ programs."""
 
 import warnings
 from typing import Dict, List, Tuple
@@ -11,10 +11,9 @@ from examples.common.attention import TransformerLayer
 
 
 class EdgeEmbedding(nn.Module):
-    """An embedding whose rows are those of the edges that end in the classes of a tree."""
-
+    """An embedding that shares the rows of a tree's edges: the edge above each word's leaf."""
     def __init__(self, weight: nn.Parameter, edges: Tensor, sparse: bool):
-        """edges: [num_words], which row is whose."""
+        """Takes `edges` [num_words], the row of each word."""
         super().__init__()
         self.weight = weight
         self.sparse = sparse
@@ -25,30 +24,34 @@ class EdgeEmbedding(nn.Module):
 
 
 class LSTMEncoder(nn.Module):
-    """ids [B, T], the state of the previous call (an empty list at the start) -> hidden [B, T, width], the new state."""
+    """An LSTM: ids [B, T] and the state of the previous call (initially an empty list) -> hidden
+    [B, T, width] and the new state."""
 
     context: int
 
-    def __init__(self, num_words: int, width: int = 200, layers: int = 2, dropout: float = 0.5, sparse: bool = True):
+    def __init__(self, num_words: int, width: int = 200, layers: int = 2, dropout: float = 0.5,
+                 sparse: bool = True):
         super().__init__()
-        self.context = 512  # words of a prompt that count
+        self.context = 512  # number of words of a prompt that are read
         self.embedding = nn.Embedding(num_words, width, sparse=sparse)
-        self.lstm = nn.LSTM(width, width, layers, dropout=dropout if layers > 1 else 0.0, batch_first=True)
+        self.lstm = nn.LSTM(width, width, layers, dropout=dropout if layers > 1 else 0.0,
+                            batch_first=True)
         self.dropout = nn.Dropout(dropout)
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
 
     def forward(self, ids: Tensor, state: List[Tensor]) -> Tuple[Tensor, List[Tensor]]:
         if len(state) == 0:
-            zeros = torch.zeros(
-                self.lstm.num_layers, ids.shape[0], self.lstm.hidden_size, dtype=self.lstm.weight_ih_l0.dtype, device=ids.device
-            )
+            zeros = torch.zeros(self.lstm.num_layers, ids.shape[0], self.lstm.hidden_size,
+                                dtype=self.lstm.weight_ih_l0.dtype, device=ids.device)
             state = [zeros, zeros]
-        hidden, (h, c) = self.lstm(self.dropout(self.embedding(ids).to(state[0].dtype)), (state[0], state[1]))
+        hidden, (h, c) = self.lstm(self.dropout(self.embedding(ids).to(state[0].dtype)),
+                                   (state[0], state[1]))
         return self.dropout(hidden), [h, c]
 
 
 class TransformerEncoder(nn.Module):
-    """The same signature as LSTMEncoder. It sees the T words of the call only: the state stays empty."""
+    """A Transformer with the signature of LSTMEncoder. It reads only the T words of the call: the
+    state is always empty."""
 
     context: int
 
@@ -67,14 +70,17 @@ class TransformerEncoder(nn.Module):
         self.scale = width**0.5
         self.embedding = nn.Embedding(num_words, width, sparse=sparse)
         self.position = nn.Parameter(torch.zeros(context, width))
-        self.layers = nn.ModuleList([TransformerLayer(width, heads, dropout, 4 * width, nn.GELU) for _ in range(layers)])
+        self.layers = nn.ModuleList(
+            [TransformerLayer(width, heads, dropout, 4 * width, nn.GELU) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
-        # Small rows suit a tied output layer; scaled up, they are as large as what the layers add to them.
+        # Small rows suit a tied output layer. Multiplied by `scale`, they match the layers' outputs
+        # in size.
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
 
     def forward(self, ids: Tensor, state: List[Tensor]) -> Tuple[Tensor, List[Tensor]]:
-        x = self.dropout(self.embedding(ids).to(self.position.dtype) * self.scale + self.position[: ids.shape[1]])
+        x = self.dropout(
+            self.embedding(ids).to(self.position.dtype) * self.scale + self.position[:ids.shape[1]])
         for layer in self.layers:
             x = layer(x)
         return self.norm(x), state
@@ -84,12 +90,14 @@ ENCODERS = {"lstm": LSTMEncoder, "transformer": TransformerEncoder}
 
 
 class Completer(nn.Module):
-    """A trained model with its words, for programs without Python: everything that a prompt needs is inside the file."""
+    """A trained model with its vocabulary, for programs without Python. One file contains all that
+    is needed to complete a prompt."""
 
     words: List[str]
     index: Dict[str, int]
 
-    def __init__(self, encoder: nn.Module, linear: nn.Linear, words: List[str], pretokenised: bool, special: Tuple[str, str, str]):
+    def __init__(self, encoder: nn.Module, linear: nn.Linear, words: List[str], pretokenised: bool,
+                 special: Tuple[str, str, str]):
         super().__init__()
         self.encoder = encoder
         self.linear = linear
@@ -102,20 +110,22 @@ class Completer(nn.Module):
         self.number = self.index.get(number, self.unknown)
 
     def forward(self, ids: Tensor, k: int = 5) -> Tuple[Tensor, Tensor]:
-        """ids [T] -> log-probabilities [k] and ids [k] of the likeliest next words."""
+        """Maps ids [T] to the log-probabilities [k] and ids [k] of the most likely next words."""
         return self.next_words(ids, k)
 
     @torch.jit.export
     def next_words(self, ids: Tensor, k: int = 5) -> Tuple[Tensor, Tensor]:
         if ids.dim() != 1 or ids.numel() == 0:
             raise ValueError("next_words: expected ids [T] with at least one word")
-        hidden, _ = self.encoder(ids[-self.encoder.context :].unsqueeze(0), torch.jit.annotate(List[Tensor], []))
+        hidden, _ = self.encoder(ids[-self.encoder.context:].unsqueeze(0),
+                                 torch.jit.annotate(List[Tensor], []))
         log_prob = F.log_softmax(self.linear(hidden[0, -1]), dim=-1)
         return torch.topk(log_prob, min(k, len(self.words)))
 
     @torch.jit.export
     def complete(self, ids: Tensor, n: int, temperature: float = 0.8, k: int = 40) -> Tensor:
-        """The n words that follow, each drawn by torch's RNG from the k likeliest without <unk>; temperature 0: the likeliest."""
+        """Returns the next n words. Each is drawn by torch's generator from the k most likely
+        words except <unk>; with temperature 0 it is the most likely one."""
         prompt = ids.numel()
         for _ in range(n):
             log_prob, likely = self.next_words(ids, k + 1)
@@ -129,7 +139,8 @@ class Completer(nn.Module):
 
     @torch.jit.export
     def encode(self, text: str) -> Tensor:
-        """<eos>, as a text starts with a line, and the ids of the words, cut as data.tokenise does; the last line has not ended."""
+        """Returns ids for a text, tokenised as by data.tokenise: <eos> first, as at the start of a
+        line, then the words, without an <eos> after the last line."""
         ids: List[int] = [self.end_of_line]
         for i, line in enumerate(text.split("\n")):
             if i > 0 and ids[-1] != self.end_of_line:
@@ -140,10 +151,11 @@ class Completer(nn.Module):
         return torch.tensor(ids, dtype=torch.long)
 
     def tokens(self, line: str) -> List[str]:
-        """data.TOKENS by hand: TorchScript has no regular expressions, and its strings are bytes of UTF-8."""
+        """Implements data.TOKENS without regular expressions, which TorchScript does not have; its
+        strings are UTF-8 bytes."""
         tokens: List[str] = []
         start = 0
-        previous = 0  # kind of the character before: 0 space, 1 letter, 2 digit, 3 symbol
+        previous = 0  # kind of the previous character: 0 space, 1 letter, 2 digit, 3 symbol
         for i in range(len(line)):
             code = ord(line[i])
             if code >= 128 or 65 <= code <= 90 or 97 <= code <= 122:
@@ -165,7 +177,7 @@ class Completer(nn.Module):
 
     @torch.jit.export
     def decode(self, ids: Tensor) -> str:
-        """The words with spaces between, lines as lines; nothing for an <eos> at the start."""
+        """Joins words with spaces, and turns <eos> into a newline except at the start."""
         text = ""
         numbers: List[int] = ids.tolist()
         for i in numbers:
@@ -179,6 +191,6 @@ class Completer(nn.Module):
 
 def script(completer: Completer) -> torch.jit.ScriptModule:
     with warnings.catch_warnings():
-        # Deprecated since torch 2.10, and still the one format that C++ loads with methods.
+        # Deprecated since torch 2.10, but the only format whose methods C++ can call.
         warnings.simplefilter("ignore", DeprecationWarning)
         return torch.jit.script(completer.eval())

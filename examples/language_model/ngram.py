@@ -1,11 +1,13 @@
-"""Which words are likely after a word, counted in a text: what CANE takes as candidates (Han et al., 2018, section 5, its last suggestion)."""
+"""The most frequent successors of each word in a text, as candidates for CANE (Han et al., 2018,
+the last suggestion of section 5)."""
 
 import torch
 from torch import Tensor
 
 
 def successors(text: Tensor, num_words: int, k: int) -> Tensor:
-    """[num_words, k]: the k words that most often follow each one; where fewer do, the most frequent ones fill up. text: ids by falling frequency."""
+    """Returns the k words that most often follow each word, [num_words, k]; if there are fewer, the
+    list is filled up with the most frequent words. `text` holds ids by decreasing frequency."""
     pairs, counts = torch.unique(text[:-1] * num_words + text[1:], return_counts=True)
     frequent = (torch.arange(num_words)[:, None] * num_words + torch.arange(k)).flatten()
     frequent = frequent[~torch.isin(frequent, pairs)]

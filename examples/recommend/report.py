@@ -1,4 +1,4 @@
-"""What a run leaves behind: history.json, table.md and ndcg.png."""
+"""Output files of a run: history.json, table.md and ndcg.png."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from examples.common.report import cost, curve, markdown, write_tables
 
 
 def table(runs: list[dict], figures: list[str]) -> str:
-    """One line a loss, in Markdown: the best point of each by validation."""
+    """Formats one line per loss, in Markdown: its best point by validation."""
     rows = []
     for run in runs:
         row = cost(run)
@@ -19,8 +19,9 @@ def table(runs: list[dict], figures: list[str]) -> str:
 
 
 def write(output: Path, history: dict, figures: list[str]):
-    """history: what train.py knows, see its `write`."""
+    """Writes the files from the history that train.py collects (see its `write`)."""
     write_tables(output, history, table(history["runs"], figures))
     dataset = history["dataset"]
     title = f"{history['arguments']['model']} on {dataset['name']}, {dataset['num_items']:,} items"
-    curve(history["runs"], "valid_NDCG@10", "validation NDCG@10 of the full ranking", ".4f", title, output / "ndcg.png")
+    curve(history["runs"], "valid_NDCG@10", "validation NDCG@10 of the full ranking", ".4f", title,
+          output / "ndcg.png")

@@ -1,6 +1,6 @@
 #pragma once
 
-// Base of the holders of the library's modules.
+// Base class of the module holders in this library.
 
 #include <torch/nn/pimpl.h>
 
@@ -10,19 +10,22 @@
 
 namespace xsoftmax {
 
-/// Shares a module, as the classes of TORCH_MODULE do. A derived class lists its constructors, so a call with other arguments is an error in the line of that
-/// call. TORCH_MODULE forwards any arguments: there the error is in torch's headers.
+/// Shares ownership of a module, like the classes that TORCH_MODULE defines. Derived classes list
+/// their constructors explicitly, so a call with wrong arguments is a compile error on the line of
+/// the call. TORCH_MODULE forwards any arguments, and the error appears inside torch's headers.
 template <typename Contained>
 class Holder : public torch::nn::ModuleHolder<Contained> {
  public:
   using Impl = Contained;
 
-  /// Empty: a module is assigned later.
+  /// Constructs an empty holder, to which a module is assigned later.
   Holder(std::nullptr_t) : torch::nn::ModuleHolder<Contained>(nullptr) {}
-  Holder(std::shared_ptr<Contained> module) : torch::nn::ModuleHolder<Contained>(std::move(module)) {}
+  Holder(std::shared_ptr<Contained> module)
+      : torch::nn::ModuleHolder<Contained>(std::move(module)) {}
 };
 
-/// An argument of any type, for a holder that needs no arguments: `explicit Name(const Anything&, ...) = delete`.
+/// Accepts an argument of any type. Holders that need no arguments use it to delete the other
+/// constructors: `explicit Name(const Anything&, ...) = delete`.
 struct Anything {
   template <typename Argument>
   Anything(const Argument&) {}

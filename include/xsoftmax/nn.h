@@ -1,20 +1,26 @@
 #pragma once
 
-// Losses over a class table, over a tree of classes, or over vectors of two towers, as modules: the same as their namesakes in Python, with the same
-// parameter names, so the state of one loads into the other.
+// Loss modules over a class table, over a tree of classes, or over the vectors of two towers. Each
+// equals its namesake in Python and has the same parameter names, so the state of one loads into
+// the other.
 //
-//     xsoftmax::nn::SampledSoftmaxLoss loss(width, classes, xsoftmax::samplers::UniformSampler(classes, 512));
+//     xsoftmax::samplers::UniformSampler sampler(classes, 512);
+//     xsoftmax::nn::SampledSoftmaxLoss loss(width, classes, sampler);
 //     loss(hidden, target).backward();
 
 #include <xsoftmax/holder.h>
-#include <xsoftmax/loss_options.h>
+#include <xsoftmax/options.h>
 #include <xsoftmax/samplers.h>
 
+#include <torch/nn/module.h>
 #include <torch/nn/modules/common.h>
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/types.h>
 
 #include <concepts>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,56 +28,109 @@
 #include <utility>
 #include <vector>
 
+// Gradients of batches whose activations do not fit into memory.
+
+namespace xsoftmax {
+
+/// A network and its input tensors, which all have the same first dimension.
+struct CachedTower {
+  /// returns one row per row of its inputs
+  std::function<torch::Tensor(const std::vector<torch::Tensor>&)> tower;
+  std::vector<torch::Tensor> inputs;
+};
+
+/// Computes the gradients of loss(vectors), where `vectors` holds the output [Q, D] of each tower,
+/// with the activations of only one chunk of one tower in memory: xsoftmax.cached_step in Python
+/// (Gao et al., 2021). Each tower first runs over its chunks without gradients. The loss of all
+/// vectors then yields their gradients, and each chunk runs again with gradients.
+///
+///     const auto value = xsoftmax::cached_step(
+///         [&](const auto& vectors) { return loss(vectors[0], vectors[1], item_id); },
+///         {{[&](const auto& x) { return query_tower(x[0]); }, {queries}},
+///          {[&](const auto& x) { return item_tower(x[0]); }, {items}}},
+///         256);
+///
+/// Dropout uses the same mask in both passes.
+///
+/// - loss: returns a scalar.
+/// - chunk_size: rows per chunk, at least 1.
+/// - backward: starts the backward pass of the loss; null: value.backward().
+///
+/// Returns the loss, without gradient. Throws ValueError for a chunk_size below 1, for inputs with
+/// different batch sizes, and for a tower that does not return one row per input row.
+torch::Tensor cached_step(
+    const std::function<torch::Tensor(const std::vector<torch::Tensor>&)>& loss,
+    const std::vector<CachedTower>& towers, int64_t chunk_size,
+    const std::function<void(const torch::Tensor&)>& backward = nullptr);
+
+} // namespace xsoftmax
+
 namespace xsoftmax::nn {
 
-/// What every loss over a class table takes.
+/// Options of every loss over a class table.
 struct LossOptions {
-  torch::nn::Linear linear{nullptr}; ///< an existing one, whose rows are the classes and whose parameters the loss shares (`from_linear` of Python)
-  bool bias = false;                 ///< of a table that the loss makes
-  torch::Tensor weight = {};        ///< [N], rescales the loss of each class; undefined: none
-  std::string reduction = "mean";   ///< "mean" (weighted, over targets that are not ignored), "sum" or "none"
-  int64_t ignore_index = -100;      ///< targets of this value have no loss and no gradient
-  double label_smoothing = 0.0;     ///< in [0, 1]
-  double logit_scale = 1.0;         ///< above 0: logits are softcap * tanh(logit_scale * linear(input) / softcap); see LogitOptions
-  double softcap = 0.0;             ///< above 0; 0: logits are logit_scale * linear(input)
-  double z_loss = 0.0;              ///< adds z_loss * (log normaliser)^2 to the loss of each query, in train() of its estimate
-  int64_t workspace_mb = 512;       ///< on CUDA: MB of logits that exist at once in a step of the exact loss
-  std::string positives = "mean";   ///< how the losses of several positives are reduced, target [*, T]: see PositivesOptions
+  /// An existing layer whose rows are the classes and whose parameters the loss shares
+  /// (`from_linear` in Python). Empty: the loss creates one.
+  torch::nn::Linear linear{nullptr};
+  bool bias = false; ///< whether a table that the loss creates has a bias
+  torch::Tensor weight = {}; ///< [N], rescales the loss of each class; undefined: no weights
+  /// "mean" (weighted, over targets that are not ignored), "sum" or "none"
+  std::string reduction = "mean";
+  int64_t ignore_index = -100; ///< targets with this value have no loss and no gradient
+  double label_smoothing = 0.0; ///< in [0, 1]
+  /// Above 0. Logits are softcap * tanh(logit_scale * linear(input) / softcap); see LogitOptions.
+  double logit_scale = 1.0;
+  double softcap = 0.0; ///< above 0, or 0 for logits of logit_scale * linear(input)
+  /// Adds z_loss * (log normaliser)^2 to the loss of each query; in train(), an estimate of it.
+  double z_loss = 0.0;
+  /// MB of logits that exist at once on CUDA in a step of the exact loss
+  int64_t workspace_mb = 512;
+  /// how the losses of multiple positives are reduced, for target [*, T]; see PositivesOptions
+  std::string positives = "mean";
 };
 
-/// How candidates are drawn and weighed.
+/// How candidates are sampled and weighted.
 struct SamplingOptions {
-  std::string estimator = "";                 ///< "sampled_softmax", "ranking", "nce", ...: see xsoftmax::candidate_loss; or "complementary_sum",
-                                              ///< draws from the classes other than the target. Empty: what suits the sampler
+  /// "sampled_softmax", "ranking", "nce", ... (see xsoftmax::candidate_loss), or
+  /// "complementary_sum", which samples from the classes other than the target. Empty: the
+  /// sampler's default estimator.
+  std::string estimator = "";
   bool remove_accidental_hits = true;
-  torch::Tensor head = {};                    ///< int64 [H], classes that are always scored: at::arange(512) for the first ones. The sampler
-                                              ///< draws from the others, or, where it cannot leave classes out, the counts add up
-  double log_z = 0.0;                         ///< of "nce", by which all scores are lowered
-  bool learn_log_z = false;                   ///< it is a parameter, `log_z`, which begins there
-  std::optional<bool> sparse_grad = std::nullopt; ///< row-sparse gradient of the table, or dense; none: what costs less
-  std::optional<int64_t> num_samples = std::nullopt; ///< of a sampler that is named: draws for the batch (shared) or for each query
-  std::optional<bool> shared = std::nullopt;         ///< of a sampler that is named; none: as suits it
+  /// int64 [H], classes that are always scored, for example at::arange(512) for the first ones. The
+  /// sampler draws from the other classes. If it cannot exclude classes, expected counts add up.
+  torch::Tensor head = {};
+  double log_z = 0.0; ///< for "nce": the value that is subtracted from all scores
+  bool learn_log_z = false; ///< whether log_z is a parameter, initialised with that value
+  /// whether the table's gradient is row-sparse; nullopt: the cheaper of the two
+  std::optional<bool> sparse_grad = std::nullopt;
+  /// for a sampler given by name: draws for the batch (shared) or per query
+  std::optional<int64_t> num_samples = std::nullopt;
+  /// for a sampler given by name; nullopt: the sampler's default
+  std::optional<bool> shared = std::nullopt;
 };
 
-/// Base of losses over a table of rows, one for each class or for each edge of a tree. What reads the whole table settles it first: applies the
-/// steps that a row optimizer owes its rows.
+/// Base class of losses over a table of rows, one for each class or each edge of a tree. Methods
+/// that read the whole table first call catch_up(), which applies the pending updates of row
+/// optimizers.
 class TableLossImpl : public torch::nn::Module {
  public:
-  void settle() const;
+  void catch_up() const;
   void train(bool on = true) override;
   void save(torch::serialize::OutputArchive& archive) const override;
-  /// What a loss of another kind need not have, a sampler's state or the like, may be missing, and stays as it is.
+  /// Loads the module's state. Entries that losses of another kind do not have, such as the state
+  /// of a sampler, may be missing and keep their values.
   void load(torch::serialize::InputArchive& archive) override;
-  /// Counts of steps stay as they are, on the host.
+  /// Moves or casts the module. Step counts keep their dtype and stay on the CPU.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;
 
-  torch::Tensor weight; ///< class weights, undefined: none
+  torch::Tensor weight; ///< class weights; undefined: none
 
  protected:
   /// optional: names of modules, buffers and parameters that a checkpoint may lack.
-  TableLossImpl(const char* name, int64_t num_classes, const LossOptions& options, std::vector<std::string> optional);
+  TableLossImpl(const char* name, int64_t num_classes, const LossOptions& options,
+                std::vector<std::string> optional);
   virtual const torch::nn::Linear& table() const = 0;
 
   const char* name_;
@@ -82,49 +141,75 @@ class TableLossImpl : public torch::nn::Module {
   std::vector<std::string> optional_;
 };
 
-/// Base: the table as `linear`, the exact loss, prediction.
+/// Base class of losses whose table is the module `linear`. Provides the exact loss and
+/// predictions.
 class LinearLossImpl : public TableLossImpl {
  public:
-  LinearLossImpl(const char* name, int64_t in_features, int64_t num_classes, const LossOptions& options);
+  LinearLossImpl(const char* name, int64_t in_features, int64_t num_classes,
+                 const LossOptions& options);
 
-  /// The exact loss, without the [Q, N] logits: input [*, D], target [*] int64; a scalar, or [*] for "none".
-  /// target_prob: floating [*, T] beside target [*, T], as of xsoftmax::linear_soft_loss.
-  torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target, const std::optional<torch::Tensor>& target_prob = std::nullopt) const;
-  /// log_softmax of the logits, of linear(input) where LossOptions do not transform it, [*, N]; or of ids [*] or [*, K] alone, without [*, N] in memory.
-  torch::Tensor log_prob(const torch::Tensor& input, const std::optional<torch::Tensor>& ids = std::nullopt);
-  /// The entropy of the softmax of each query, [*], without [*, N] in memory.
+  /// Returns the exact loss without storing the [Q, N] logits: a scalar, or [*] for reduction
+  /// "none".
+  ///
+  /// - input: [*, D].
+  /// - target: int64 [*].
+  /// - target_prob: floating [*, T], together with target [*, T]; see xsoftmax::linear_soft_loss.
+  torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target,
+                      const std::optional<torch::Tensor>& target_prob = std::nullopt) const;
+  /// Returns the log_softmax of the logits, [*, N], or only of ids [*] or [*, K], without storing
+  /// [*, N]. The logits are linear(input), transformed as LossOptions say.
+  torch::Tensor log_prob(const torch::Tensor& input,
+                         const std::optional<torch::Tensor>& ids = std::nullopt);
+  /// Returns the entropy of the softmax of each query, [*], without storing [*, N].
   torch::Tensor entropy(const torch::Tensor& input);
-  /// (log-probabilities, ids), both [*, k], best first. exclude: ids [*, E] that a query does not want, -1 for none; probabilities stay those among all
-  /// classes; -inf and -1 behind the last of fewer than k.
-  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k, const torch::Tensor& exclude = {}) const;
-  /// The best class: [*, D] -> [*].
+  /// Returns (log-probabilities, ids) of the k best classes, both [*, k], best first. exclude: ids
+  /// [*, E] to exclude per query, -1 as padding; probabilities remain those among all classes.
+  /// Padded with -inf and -1 if fewer than k classes remain.
+  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k,
+                                                const torch::Tensor& exclude = {}) const;
+  /// Returns the best class of each query: [*, D] -> [*].
   torch::Tensor predict(const torch::Tensor& input) const;
 
-  /// Gives the loss another number of classes, in place: new ones come behind the others and begin as torch::nn::Linear makes them, those past the end go.
-  /// The parameters stay the same tensors; rows of the first classes and what row optimizers keep for them stay, new ones are as before their first step. A
-  /// call costs the new rows, averaged over many; where classes go that have not just come, and where classes come to an index of distinct draws, tables of
-  /// samplers are laid out anew, O(N). Gradients are dropped. class_weight: of the new classes, where the loss has class weights; undefined: 1. Optimizers of
-  /// torch::optim do not follow: make new ones. Errors, before anything changes: ValueError, of a sampler that does not define plan_resize TypeError. Where
-  /// there is no memory for a sampler, the tables may be resized, and the loss refuses them: call this again.
+  /// Changes the number of classes in place. New classes are appended and initialised like
+  /// torch::nn::Linear; classes past the new end are removed.
+  ///
+  /// The parameters remain the same tensors. The remaining rows keep their values and their
+  /// optimizer state; new rows start as before their first step. Gradients are dropped. Row
+  /// optimizers of this library follow, but optimizers of torch::optim do not: construct new ones.
+  ///
+  /// The amortised cost is that of the new rows. Samplers rebuild their tables in O(N) if classes
+  /// are removed that were not just added, and if classes are added to an index that draws without
+  /// replacement.
+  ///
+  /// - class_weight: weights of the new classes, if the loss has class weights; undefined: 1.
+  ///
+  /// Before anything changes, throws ValueError for invalid arguments, and TypeError for a sampler
+  /// that does not override plan_resize. If memory runs out while a sampler is resized, the tables
+  /// may already have their new size; the loss then refuses them until this function is called
+  /// again.
   void resize_classes(int64_t num_classes, const torch::Tensor& class_weight = {});
 
-  torch::nn::Linear linear{nullptr}; ///< share or tie the table by assigning linear->weight
+  torch::nn::Linear linear{nullptr}; ///< to share or tie the table, assign linear->weight
 
  protected:
-  /// Samplers that resize with the table.
-  virtual std::vector<std::shared_ptr<samplers::SamplerImpl>> samplers_of_table() const { return {}; }
-  /// Classes that must stay; undefined: none.
+  /// Returns the samplers that are resized together with the table.
+  virtual std::vector<std::shared_ptr<samplers::SamplerImpl>> samplers_of_table() const {
+    return {};
+  }
+  /// Returns the classes that a resize must not remove; undefined: none.
   virtual torch::Tensor fixed_ids() const { return {}; }
   void check_table(const torch::Tensor& input, const torch::Tensor& target = {}) const;
   LogitOptions logit_options() const;
   const torch::nn::Linear& table() const override { return linear; }
 };
 
-/// The exact loss, in train() and eval() alike.
+/// The exact cross-entropy loss, in both train() and eval().
 class LinearCrossEntropyLossImpl : public LinearLossImpl {
  public:
-  LinearCrossEntropyLossImpl(int64_t in_features, int64_t num_classes, const LossOptions& options = {});
-  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, const std::optional<torch::Tensor>& target_prob = std::nullopt);
+  LinearCrossEntropyLossImpl(int64_t in_features, int64_t num_classes,
+                             const LossOptions& options = {});
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target,
+                        const std::optional<torch::Tensor>& target_prob = std::nullopt);
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<torch::Tensor>())})
@@ -134,114 +219,151 @@ class LinearCrossEntropyLoss : public Holder<LinearCrossEntropyLossImpl> {
   using Holder::Holder;
   LinearCrossEntropyLoss(int64_t in_features, int64_t num_classes, const LossOptions& options = {})
       : Holder(std::make_shared<Impl>(in_features, num_classes, options)) {}
-  explicit LinearCrossEntropyLoss(...) = delete; // expected: in_features, num_classes[, LossOptions]
+  explicit LinearCrossEntropyLoss(...) = delete; // expected: in_features, num_classes[, options]
 };
 
-/// What losses share that score candidates in train() and are exact in eval().
+/// Base class of losses that score candidates in train() and are exact in eval().
 class CandidateLossImpl : public LinearLossImpl {
  public:
-  CandidateLossImpl(const char* name, int64_t in_features, int64_t num_classes, const LossOptions& options);
+  CandidateLossImpl(const char* name, int64_t in_features, int64_t num_classes,
+                    const LossOptions& options);
 
  protected:
-  torch::Tensor candidate_loss(const torch::Tensor& input, const torch::Tensor& target, const Proposal& sets, const torch::Tensor& log_z = {},
-                               const std::optional<torch::Tensor>& target_prob = std::nullopt) const;
-  /// The batch as samplers see it: queries [Q, D], multiplied by logit_scale, and targets. soft: of given probabilities.
-  std::tuple<torch::Tensor, torch::Tensor> counted(const torch::Tensor& input, const torch::Tensor& target, bool soft = false) const;
+  torch::Tensor candidate_loss(
+      const torch::Tensor& input, const torch::Tensor& target, const Proposal& sets,
+      const torch::Tensor& log_z = {},
+      const std::optional<torch::Tensor>& target_prob = std::nullopt) const;
+  /// Returns the batch as samplers take it: queries [Q, D], multiplied by logit_scale, and targets,
+  /// with 0 and -1 for ignored queries. soft: the targets have probabilities.
+  std::tuple<torch::Tensor, torch::Tensor> counted(const torch::Tensor& input,
+                                                   const torch::Tensor& target,
+                                                   bool soft = false) const;
 
-  SampledSoftmaxOptions step_; ///< what the operator takes
+  SampledSoftmaxOptions step_; ///< the options that the operator takes
 };
 
-/// Sampled in train(), exact in eval().
+/// The softmax loss over a class table, estimated from sampled candidates in train() and exact in
+/// eval().
 class SampledSoftmaxLossImpl : public CandidateLossImpl {
  public:
-  /// `sampler` belongs to this loss; beside a head, `sampler->excluding(head)` takes its place. nullptr: candidates are the head and the negatives
-  /// that calls give.
-  SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, std::shared_ptr<samplers::SamplerImpl> sampler, const SamplingOptions& sampling = {},
-                         const LossOptions& options = {});
-  /// A sampler by its name, "uniform", "midx", ... (xsoftmax::samplers::make_sampler).
-  SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, const std::string& sampler, const SamplingOptions& sampling = {},
-                         const LossOptions& options = {});
-  /// Draws from `generator`, or from the default one of input's device. negatives [P] or [*, P]: further candidates, -1 where there is none; without
-  /// negative_log_count (of their shape) they are always there, and the sampler's counts are added. target_prob: as of exact, with estimator
-  /// "sampled_softmax".
-  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt,
-                        const std::optional<torch::Tensor>& negatives = std::nullopt, const std::optional<torch::Tensor>& negative_log_count = std::nullopt,
+  /// Takes ownership of `sampler`. If there is a head, `sampler->excluding(head)` replaces it.
+  /// nullptr: the candidates are the head and the negatives of each call.
+  SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes,
+                         std::shared_ptr<samplers::SamplerImpl> sampler,
+                         const SamplingOptions& sampling = {}, const LossOptions& options = {});
+  /// Constructs the sampler by name: "uniform", "midx", ... (see xsoftmax::samplers::make_sampler).
+  SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, const std::string& sampler,
+                         const SamplingOptions& sampling = {}, const LossOptions& options = {});
+  /// Returns the loss: a scalar, or [*] for reduction "none".
+  ///
+  /// - generator: draws the candidates; nullopt: the default generator of input's device.
+  /// - negatives: [P] or [*, P], additional candidates, -1 as padding.
+  /// - negative_log_count: the shape of negatives, their log expected counts. nullopt: negatives
+  ///   are always scored, and the sampler's expected counts are added to their count of 1.
+  /// - target_prob: as in exact, for the estimator "sampled_softmax".
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target,
+                        std::optional<at::Generator> generator = std::nullopt,
+                        const std::optional<torch::Tensor>& negatives = std::nullopt,
+                        const std::optional<torch::Tensor>& negative_log_count = std::nullopt,
                         const std::optional<torch::Tensor>& target_prob = std::nullopt);
-  /// The sampled loss, also in eval(), from the sampler as it is, without a refresh.
-  torch::Tensor estimate(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt,
-                         const std::optional<torch::Tensor>& negatives = std::nullopt, const std::optional<torch::Tensor>& negative_log_count = std::nullopt,
+  /// Returns the sampled loss, also in eval(). The sampler is used without refreshing it.
+  torch::Tensor estimate(const torch::Tensor& input, const torch::Tensor& target,
+                         std::optional<at::Generator> generator = std::nullopt,
+                         const std::optional<torch::Tensor>& negatives = std::nullopt,
+                         const std::optional<torch::Tensor>& negative_log_count = std::nullopt,
                          const std::optional<torch::Tensor>& target_prob = std::nullopt);
-  /// One draw: the head and what the sampler proposes, for queries [Q, D] and target [Q] as a sampler takes them.
-  Proposal propose(const torch::Tensor& queries, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt);
+  /// Draws candidates: the head and the sampler's sets, for queries [Q, D] and target [Q] as
+  /// SamplerImpl::sample takes them.
+  Proposal propose(const torch::Tensor& queries, const torch::Tensor& target,
+                   std::optional<at::Generator> generator = std::nullopt);
 
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;
   using CandidateLossImpl::to;
 
   std::shared_ptr<samplers::SamplerImpl> sampler;
-  torch::Tensor head;  ///< int64 [H], sorted; not in a checkpoint, which so goes with any head
-  torch::Tensor log_z; ///< a parameter where it is learned, else undefined or a constant
+  /// int64 [H], sorted; not saved, so a checkpoint loads into a loss with any head
+  torch::Tensor head;
+  torch::Tensor log_z; ///< a parameter if it is learned; otherwise undefined or a constant
 
  protected:
-  std::vector<std::shared_ptr<samplers::SamplerImpl>> samplers_of_table() const override { return {sampler}; }
+  std::vector<std::shared_ptr<samplers::SamplerImpl>> samplers_of_table() const override {
+    return {sampler};
+  }
   torch::Tensor fixed_ids() const override { return head; }
-  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<at::Generator>())}, {3, torch::nn::AnyValue(std::optional<torch::Tensor>())},
-                           {4, torch::nn::AnyValue(std::optional<torch::Tensor>())}, {5, torch::nn::AnyValue(std::optional<torch::Tensor>())})
+  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<at::Generator>())},
+                           {3, torch::nn::AnyValue(std::optional<torch::Tensor>())},
+                           {4, torch::nn::AnyValue(std::optional<torch::Tensor>())},
+                           {5, torch::nn::AnyValue(std::optional<torch::Tensor>())})
 
  private:
-  torch::Tensor sampled(const torch::Tensor& input, const torch::Tensor& target, bool prepares, std::optional<at::Generator> generator,
-                        const std::optional<torch::Tensor>& negatives, const std::optional<torch::Tensor>& negative_log_count,
+  torch::Tensor sampled(const torch::Tensor& input, const torch::Tensor& target, bool prepares,
+                        std::optional<at::Generator> generator,
+                        const std::optional<torch::Tensor>& negatives,
+                        const std::optional<torch::Tensor>& negative_log_count,
                         const std::optional<torch::Tensor>& target_prob);
 };
 class SampledSoftmaxLoss : public Holder<SampledSoftmaxLossImpl> {
  public:
   using Holder::Holder;
   /// sampler: UniformSampler(num_classes, 512), a pointer, ...
-  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const samplers::Sampler& sampler, const SamplingOptions& sampling = {},
-                     const LossOptions& options = {})
-      : Holder(std::make_shared<Impl>(in_features, num_classes, sampler.or_null(), sampling, options)) {}
-  /// Without a sampler: candidates are the head and the negatives of each call.
-  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, std::nullptr_t, const SamplingOptions& sampling = {}, const LossOptions& options = {})
+  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const samplers::Sampler& sampler,
+                     const SamplingOptions& sampling = {}, const LossOptions& options = {})
+      : Holder(std::make_shared<Impl>(in_features, num_classes, sampler.or_null(), sampling,
+                                      options)) {}
+  /// Constructs the loss without a sampler: candidates are the head and the negatives of each call.
+  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, std::nullptr_t,
+                     const SamplingOptions& sampling = {}, const LossOptions& options = {})
       : SampledSoftmaxLoss(in_features, num_classes, samplers::Sampler(), sampling, options) {}
-  /// sampler: "uniform", "midx", ..., with num_samples and shared of SamplingOptions.
-  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const std::string& sampler, const SamplingOptions& sampling = {},
-                     const LossOptions& options = {})
+  /// sampler: "uniform", "midx", ..., with num_samples and shared from SamplingOptions.
+  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const std::string& sampler,
+                     const SamplingOptions& sampling = {}, const LossOptions& options = {})
       : Holder(std::make_shared<Impl>(in_features, num_classes, sampler, sampling, options)) {}
-  /// The same, with num_samples as an argument: SampledSoftmaxLoss(64, 10000, "uniform", 512).
+  /// Takes num_samples as an argument: SampledSoftmaxLoss(64, 10000, "uniform", 512).
   template <std::integral Count> // so that {} is SamplingOptions
-  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const std::string& sampler, Count num_samples, const SamplingOptions& sampling = {},
+  SampledSoftmaxLoss(int64_t in_features, int64_t num_classes, const std::string& sampler,
+                     Count num_samples, const SamplingOptions& sampling = {},
                      const LossOptions& options = {})
-      : SampledSoftmaxLoss(in_features, num_classes, sampler, with_num_samples(sampling, int64_t(num_samples)), options) {}
+      : SampledSoftmaxLoss(in_features, num_classes, sampler,
+                           with_num_samples(sampling, int64_t(num_samples)), options) {}
   template <std::same_as<LossOptions> Options>
-  SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, const Options&) = delete; // expected: SamplingOptions before LossOptions
+  SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&,
+                     const Options&) = delete; // expected: SamplingOptions before LossOptions
   template <std::same_as<LossOptions> Options>
-  SampledSoftmaxLoss(int64_t, int64_t, const std::string&, const Options&) = delete; // expected: SamplingOptions before LossOptions
+  SampledSoftmaxLoss(int64_t, int64_t, const std::string&,
+                     const Options&) = delete; // expected: SamplingOptions before LossOptions
   template <std::integral Count>
-  SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, Count, ...) = delete; // expected: num_samples in the sampler's constructor
-  explicit SampledSoftmaxLoss(...) = delete; // expected: in_features, num_classes, sampler, nullptr or name[, num_samples][, SamplingOptions[, LossOptions]]
+  SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, Count,
+                     ...) = delete; // expected: num_samples in the sampler's constructor
+  explicit SampledSoftmaxLoss(...) = delete; // expected: in_features, num_classes, sampler[, ...]
 
  private:
   static SamplingOptions with_num_samples(SamplingOptions sampling, int64_t num_samples);
 };
 
-/// How CANE finds candidates and draws noise.
+/// How CANE finds candidates and samples noise.
 struct CaneOptions {
-  torch::Tensor candidates = {};              ///< int64 [C]: for all queries; or a sampler draws them; or each call says
+  /// int64 [C], candidates for all queries; or set candidate_sampler, or pass them to each call
+  torch::Tensor candidates = {};
   samplers::Sampler candidate_sampler = {};
-  int64_t num_noises = 1;                     ///< for each query, from outside the candidates
-  /// Private independent draws, tries * num_noises of them, or a name, such as "log_uniform", which
-  /// has four tries; "uniform", and none, needs one.
+  int64_t num_noises = 1; ///< noise samples per query, from outside the candidates
+  /// A sampler of private draws with replacement, tries * num_noises of them, or its name, such as
+  /// "log_uniform", which uses four tries. "uniform", the default, needs only one.
   samplers::SamplerOrName noise_sampler = {};
-  std::string noise_reduction = "mean_of_logs";                   ///< or "log_of_mean"
-  std::optional<bool> sparse_grad = std::nullopt; ///< row-sparse gradient of the table, or dense; none: what costs less
+  std::string noise_reduction = "mean_of_logs"; ///< "mean_of_logs" or "log_of_mean"
+  /// whether the table's gradient is row-sparse; nullopt: the cheaper of the two
+  std::optional<bool> sparse_grad = std::nullopt;
 };
 
-/// Candidates against noises (Han et al., 2018, Algorithm 1) in train(), the exact loss in eval(). No label smoothing.
+/// CANE: scores candidates against noise samples (Han et al., 2018, Algorithm 1) in train(), and is
+/// the exact loss in eval(). Does not support label smoothing.
 class CaneLossImpl : public CandidateLossImpl {
  public:
-  CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneOptions& cane, const LossOptions& options = {});
-  /// candidates: [C] or [*, C], -1 where there is none, where the options name none.
-  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, const std::optional<torch::Tensor>& candidates = std::nullopt,
+  CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneOptions& cane,
+               const LossOptions& options = {});
+  /// Returns the loss. candidates: [C] or [*, C], -1 as padding, if the options specify none.
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target,
+                        const std::optional<torch::Tensor>& candidates = std::nullopt,
                         std::optional<at::Generator> generator = std::nullopt);
 
   std::shared_ptr<samplers::SamplerImpl> candidate_sampler;
@@ -250,7 +372,8 @@ class CaneLossImpl : public CandidateLossImpl {
  protected:
   std::vector<std::shared_ptr<samplers::SamplerImpl>> samplers_of_table() const override;
   torch::Tensor fixed_ids() const override { return candidates_; }
-  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<torch::Tensor>())}, {3, torch::nn::AnyValue(std::optional<at::Generator>())})
+  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<torch::Tensor>())},
+                           {3, torch::nn::AnyValue(std::optional<at::Generator>())})
 
  private:
   torch::Tensor candidates_;
@@ -258,12 +381,94 @@ class CaneLossImpl : public CandidateLossImpl {
 class CaneLoss : public Holder<CaneLossImpl> {
  public:
   using Holder::Holder;
-  CaneLoss(int64_t in_features, int64_t num_classes, const CaneOptions& cane, const LossOptions& options = {})
+  CaneLoss(int64_t in_features, int64_t num_classes, const CaneOptions& cane,
+           const LossOptions& options = {})
       : Holder(std::make_shared<Impl>(in_features, num_classes, cane, options)) {}
   explicit CaneLoss(...) = delete; // expected: in_features, num_classes, CaneOptions[, LossOptions]
 };
 
 } // namespace xsoftmax::nn
 
-#include <xsoftmax/tree_losses.h>
-#include <xsoftmax/two_tower.h>
+// The loss of two towers as a module.
+//
+//     xsoftmax::TwoTowerOptions options{
+//         .num_items = items, .temperature = 0.1, .similarity = "cosine"};
+//     xsoftmax::nn::TwoTowerLoss loss(options);
+//     loss(query_tower(users), item_tower(items), item_id).backward();
+
+namespace xsoftmax::nn {
+
+using xsoftmax::TwoTowerOptions;
+
+/// Scores each query against its item. The candidates are the items of the batch, items of past
+/// batches, and additional negatives. See xsoftmax.TwoTowerLoss in Python, which has the same state
+/// names. The counts and the memory are updated in train() only.
+class TwoTowerLossImpl : public torch::nn::Module {
+ public:
+  /// Counts the ids without decay: options.num_items dense ids, or open ids.
+  explicit TwoTowerLossImpl(const TwoTowerOptions& options = {});
+  /// Uses the given counts; nullptr: no correction for frequencies. learn_temperature: whether the
+  /// temperature is a parameter.
+  TwoTowerLossImpl(const TwoTowerOptions& options, samplers::StreamingCounts counts,
+                   bool learn_temperature = false);
+
+  /// Returns the loss: a scalar, or [Q] for reduction "none".
+  ///
+  /// - query and item: [Q, D].
+  /// - item_id: int64 [Q].
+  /// - negatives: vectors and ids, ([S, D], [S]) shared by all queries or ([Q, P, D], [Q, P]).
+  /// - weight: [Q].
+  torch::Tensor forward(
+      const torch::Tensor& query, const torch::Tensor& item, const torch::Tensor& item_id,
+      const std::optional<std::tuple<torch::Tensor, torch::Tensor>>& negatives = std::nullopt,
+      const std::optional<torch::Tensor>& weight = std::nullopt);
+
+  /// Returns (log-probabilities, rows of item_vectors), both [*, k], best first:
+  /// log_softmax(scores, -1).topk(k), where scores are query @ item_vectors.T / temperature, or
+  /// cosines if similarity is "cosine".
+  ///
+  /// - query: [*, D].
+  /// - item_vectors: [N, D].
+  /// - exclude: rows [*, E] to exclude per query, -1 as padding.
+  ///
+  /// Padded with -inf and -1 if fewer than k rows remain.
+  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& query,
+                                                const torch::Tensor& item_vectors, int64_t k,
+                                                const torch::Tensor& exclude = {}) const;
+
+  /// Changes the number of items in place. New items start as never seen; items past the new end
+  /// are removed from the counts and the memory. Does nothing if any int64 is an id. Throws
+  /// ValueError before anything changes.
+  void resize_classes(int64_t num_items);
+
+  /// Moves or casts the module. Ids and counts keep their dtype, as does a temperature that is not
+  /// learned.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
+
+  torch::Tensor temperature; ///< 0-dim: a parameter, or a float64 constant that is not saved
+  samplers::StreamingCounts counts{nullptr};
+  /// [M, D], [M], and [2]: number of items and of calls so far
+  torch::Tensor memory, memory_id, memory_state;
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS(
+      {3, torch::nn::AnyValue(std::optional<std::tuple<torch::Tensor, torch::Tensor>>())},
+      {4, torch::nn::AnyValue(std::optional<torch::Tensor>())})
+
+ private:
+  std::string options_;
+};
+class TwoTowerLoss : public Holder<TwoTowerLossImpl> {
+ public:
+  using Holder::Holder;
+  explicit TwoTowerLoss(const TwoTowerOptions& options = {})
+      : Holder(std::make_shared<Impl>(options)) {}
+  TwoTowerLoss(const TwoTowerOptions& options, samplers::StreamingCounts counts,
+               bool learn_temperature = false)
+      : Holder(std::make_shared<Impl>(options, std::move(counts), learn_temperature)) {}
+  explicit TwoTowerLoss(const Anything&, ...) = delete; // expected: [options[, counts[, ...]]]
+};
+
+} // namespace xsoftmax::nn

@@ -1,7 +1,7 @@
-"""``python -m xsoftmax``: the command line."""
+"""Runs the command line: ``python -m xsoftmax``."""
 
 import sys
 
-from .cli import main
+from .tools.cli import main
 
 sys.exit(main())

@@ -1,13 +1,19 @@
-r"""Vectors of labels, for :meth:`xsoftmax.LabelTree.from_vectors`: labels with near vectors share a branch of the tree (Yu et al., 2022, section 2.2).
+r"""Label vectors for :meth:`xsoftmax.LabelTree.from_vectors`, which places labels with similar
+vectors on the same branch of the tree (Yu et al., 2022, section 2.2).
 
-Where X [n, D] are the examples and Y [n, L] says which labels each has, both scipy sparse matrices::
+For examples X [n, D] and labels Y [n, L], both scipy sparse matrices::
 
-    pii(Y)            = normalize(Y.T)                            each label by the examples that have it (positive instance indices)
-    pifa(X, Y)        = normalize(Y.T @ X)                        by the sum of their features (positive instance feature aggregation)
-    pifa_lf(X, Y, Z)  = [(1 - w) pifa(X, Y) | w normalize(Z)]     beside features Z [L, F] of the label itself; or their sum, where F = D
-    spectral(Y, dim)  = normalize(V)                              the right singular vectors of Y, scaled, after the first (Dhillon, Eq. 12)
-
-`normalize` is :func:`unit_rows`; rows of labels without an example stay 0. All are float32; the first three are CSR, the last is dense.
+    pii(Y)           = normalize(Y.T)
+    pifa(X, Y)       = normalize(Y.T @ X)
+    pifa_lf(X, Y, Z) = [(1 - w) pifa(X, Y) | w normalize(Z)]
+    spectral(Y, dim) = normalize(V)
+- `pii` (positive instance indices): the examples of each label.
+- `pifa` (positive instance feature aggregation): the sum of the features of those examples.
+- `pifa_lf`: `pifa` together with label features Z [L, F]; or the sum of both parts, if F = D.
+- `spectral`: the scaled right singular vectors of Y, without the first (Dhillon, Eq. 12).
+- `spectral`: the scaled right singular vectors of Y, without the first (Dhillon, Eq. 12).
+`normalize` is :func:`unit_rows`. Rows of labels without examples are 0. All results are float32;
+the first three are CSR, the last is dense.
 """
 
 from typing import TYPE_CHECKING, Union
@@ -15,15 +21,15 @@ from typing import TYPE_CHECKING, Union
 import numpy as np
 import torch
 
-from . import _long_work
-from ._checks import check_count
-from ._public import public_names
-from ._sparse import canonical, csr_matrix, index_tensors, Matrix, sparse_tensors
+from ._core import long_work
+from ._core.checks import check_count
+from ._core.public import public_names
+from ._core.sparse import canonical, csr_matrix, index_tensors, Matrix, sparse_tensors
 
 if TYPE_CHECKING:
     import scipy.sparse
 
-# Singular values and lengths below these, relative to the largest, are rounding errors.
+# Singular values and lengths below these fractions are treated as rounding errors.
 _NO_VALUE, _NO_LENGTH = 1e-7, 1e-10
 
 __all__ = ["pifa", "pifa_lf", "pii", "spectral", "unit_rows"]
@@ -31,26 +37,38 @@ __dir__ = public_names(__all__)
 
 
 def pii(Y: Matrix) -> "scipy.sparse.csr_matrix":
-    """``normalize(Y.T)`` [L, n]; see :mod:`xsoftmax.label_vectors`."""
+    """Returns ``normalize(Y.T)`` [L, n]: each label's vector is the indicator of its examples. See
+    :mod:`xsoftmax.label_vectors`."""
     return unit_rows(canonical("pii", "Y", Y, "labels").T.tocsr())
 
 
 def pifa(X: Matrix, Y: Matrix) -> "scipy.sparse.csr_matrix":
-    """``normalize(Y.T @ X)`` [L, D]; see :mod:`xsoftmax.label_vectors`. Rows of X should be of length 1."""
+    """Returns ``normalize(Y.T @ X)`` [L, D]: each label's vector is the normalised sum of the
+    features of its examples. Rows of X should have length 1. See :mod:`xsoftmax.label_vectors`."""
     X, Y = canonical("pifa", "X", X), canonical("pifa", "Y", Y, "labels")
     if X.shape[0] != Y.shape[0]:
-        raise ValueError(f"pifa: expected X and Y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
-    sums = _long_work.run("label vectors", torch.ops.xsoftmax.sparse_row_sums, *sparse_tensors(X, "pifa"), X.shape[1], *index_tensors(Y.tocsc()))
+        raise ValueError(f"pifa: expected X and Y with as many rows, got {X.shape[0]} and "
+                         f"{Y.shape[0]}")
+    sums = long_work.run("label vectors", torch.ops.xsoftmax.sparse_row_sums,
+                         *sparse_tensors(X, "pifa"), X.shape[1], *index_tensors(Y.tocsc()))
     return csr_matrix(sums[0], sums[1], sums[2], (Y.shape[1], X.shape[1]))
 
 
-def pifa_lf(X: Matrix, Y: Matrix, Z: Matrix, weight: float = 0.5, concatenate: bool = True) -> "scipy.sparse.csr_matrix":
-    """:func:`pifa` beside features of the labels themselves; see :mod:`xsoftmax.label_vectors`.
+def pifa_lf(X: Matrix, Y: Matrix, Z: Matrix, weight: float = 0.5,
+            concatenate: bool = True) -> "scipy.sparse.csr_matrix":
+    """Combines :func:`pifa` with features of the labels themselves. See
+    :mod:`xsoftmax.label_vectors`.
 
     Args:
-        Z: [L, F], such as tf-idf of the labels' titles.
-        weight: of Z, in [0, 1]; the rows of the result are of length 1 again.
-        concatenate: [L, D + F]; False: the weighted sum, which wants F = D.
+        X: scipy sparse [n, D], the examples.
+        Y: scipy sparse [n, L], their labels.
+        Z: scipy sparse [L, F], label features such as tf-idf of the labels' titles.
+        weight: the weight of Z, in [0, 1].
+        concatenate: True: concatenate both parts to [L, D + F]. False: add them, which requires
+            F = D.
+
+    Returns:
+        A scipy CSR matrix, float32, whose rows have length 1.
     """
     import scipy.sparse as sp
 
@@ -58,23 +76,29 @@ def pifa_lf(X: Matrix, Y: Matrix, Z: Matrix, weight: float = 0.5, concatenate: b
         raise ValueError(f"pifa_lf: expected weight in [0, 1], got {weight}")
     of_examples, of_labels = pifa(X, Y), unit_rows(canonical("pifa_lf", "Z", Z))
     if of_labels.shape[0] != of_examples.shape[0]:
-        raise ValueError(f"pifa_lf: expected Z with a row for each of {of_examples.shape[0]} labels, got {of_labels.shape[0]}")
+        raise ValueError(f"pifa_lf: expected Z with a row for each of {of_examples.shape[0]} "
+                         f"labels, got {of_labels.shape[0]}")
     parts = np.float32(1 - weight) * of_examples, np.float32(weight) * of_labels
     if concatenate:
         return unit_rows(sp.hstack(parts, format="csr"))
     if parts[0].shape != parts[1].shape:
-        raise ValueError(f"pifa_lf: expected Z of shape {list(parts[0].shape)} for a sum, got {list(parts[1].shape)}")
+        raise ValueError(f"pifa_lf: expected Z of shape {list(parts[0].shape)} for a sum, got "
+                         f"{list(parts[1].shape)}")
     return unit_rows((parts[0] + parts[1]).tocsr())
 
 
 def spectral(Y: Matrix, dim: int = 100, seed: Union[int, None] = 0) -> np.ndarray:
-    """Of labels as nodes of a graph beside the examples [L, dim]: the co-clustering of Dhillon (KDD 2001), by scipy's sparse SVD; see
+    """Returns label vectors [L, dim] by spectral co-clustering of labels and examples, as the two
+    sides of a bipartite graph (Dhillon, KDD 2001), with scipy's sparse SVD. See
     :mod:`xsoftmax.label_vectors`.
 
-    A label without examples has the vector 0; so has one that the first ``dim`` vectors do not tell from 0.
+    The vector is 0 for a label without examples, and for a label whose first ``dim`` components are
+    numerically 0.
 
     Args:
-        dim: below the numbers of examples and labels, less 1. Columns beyond the rank of Y are 0.
+        Y: scipy sparse [n, L], the labels of each example.
+        dim: at least 1 and less than min(n, L) - 1. Columns beyond the rank of Y are 0.
+        seed: the random state of the SVD.
     """
     from scipy.sparse import diags
     from scipy.sparse.linalg import svds
@@ -89,19 +113,24 @@ def spectral(Y: Matrix, dim: int = 100, seed: Union[int, None] = 0) -> np.ndarra
     scale = [1 / np.sqrt(np.maximum(count, 1)) for count in counts]
     scaled = (diags(scale[0]) @ Y @ diags(scale[1])).astype(np.float64)
     _, values, vectors = svds(scaled, k=dim + 1, random_state=seed)
-    vectors = vectors[::-1][1:].T  # the first says only that all belong together
-    vectors[:, values[::-1][1:] < _NO_VALUE * values.max()] = 0  # any vectors of these are singular
+    vectors = vectors[::-1][1:].T  # the first vector is trivial: it does not separate anything
+    # singular vectors of a zero singular value are arbitrary
+    vectors[:, values[::-1][1:] < _NO_VALUE * values.max()] = 0
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     there = (lengths > _NO_LENGTH) & (counts[1] > 0)[:, None]
-    return np.divide(vectors, lengths, out=np.zeros_like(vectors), where=there).astype(np.float32, order="C")
+    return np.divide(vectors, lengths, out=np.zeros_like(vectors),
+                     where=there).astype(np.float32, order="C")
 
 
 def unit_rows(X: Matrix) -> "scipy.sparse.csr_matrix":
-    """Each row of X, scipy sparse, divided by its length; rows of zeros stay. CSR, float32, columns sorted."""
+    """Divides each row of a scipy sparse matrix by its Euclidean length; zero rows stay 0. Returns
+    CSR, float32, with sorted columns."""
     rows = canonical("unit_rows", "X", X)
     counts = np.diff(rows.indptr)
-    squares = np.add.reduceat(np.append(np.square(rows.data, dtype=np.float64), 0), np.minimum(rows.indptr[:-1], rows.nnz)) * (counts > 0)
-    lengths = np.sqrt(squares)  # of float32 numbers a length may be above or below what float32 has
+    squares = np.add.reduceat(np.append(np.square(rows.data, dtype=np.float64), 0),
+                              np.minimum(rows.indptr[:-1], rows.nnz)) * (counts > 0)
+    lengths = np.sqrt(squares)  # in float64: a length may overflow or underflow in float32
     data = np.empty(rows.nnz, np.float32)
-    np.divide(rows.data, np.repeat(np.where(lengths > 0, lengths, 1), counts), out=data, casting="same_kind")
+    np.divide(rows.data, np.repeat(np.where(lengths > 0, lengths, 1), counts), out=data,
+              casting="same_kind")
     return type(rows)((data, rows.indices.copy(), rows.indptr.copy()), shape=rows.shape)

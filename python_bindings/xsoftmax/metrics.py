@@ -1,31 +1,34 @@
-r"""Figures of a ranking: precision, recall, normalised discounted cumulative gain and propensity-scored precision of the first k predictions.
+r"""Ranking metrics: precision, recall, normalised discounted cumulative gain (NDCG) and
+propensity-scored precision of the first k predictions.
 
-All take `predictions`: int64 [Q, at least k], the classes predicted for each query, best first and
-each at most once, -1 where there is none; or a scipy sparse matrix or array [Q, N] of their scores,
-such as XRLinear.predict gives: stored zeros are scores, too. And `truth`, the classes that are
-right, in one of three forms:
+All functions take `predictions` and `truth`. `predictions` is an int64 tensor [Q, at least k] of
+distinct class ids per query, best first, padded with -1; or a scipy sparse matrix or array [Q, N]
+of scores, such as the result of XRLinear.predict, in which stored zeros are scores too. `truth`
+holds the relevant classes in one of three forms:
 
-- an int64 tensor [Q]: one class for each query;
-- a list of Q sequences or 1-D tensors of class ids, empty where nothing is right;
-- a scipy sparse matrix or array [Q, N]: the columns of its non-zeros.
+- an int64 tensor [Q]: one class per query;
+- a list of Q sequences or 1-D tensors of class ids, empty for queries without relevant classes;
+- a scipy sparse matrix or array [Q, N]: the columns of the non-zeros of each row.
 
-They are fractions, in [0, 1], and give the mean over the queries for which anything is right. With
-hit_i = 1 where the i-th prediction (counted from 1) is right, else 0, and T the number of right
+The results are fractions in [0, 1], averaged over the queries that have relevant classes. With
+hit_i = 1 if the i-th prediction (counted from 1) is relevant, else 0, and T the number of relevant
 classes of a query::
 
     precision_at_k = sum_{i <= k} hit_i / k
     recall_at_k    = sum_{i <= k} hit_i / T
     ndcg_at_k      = sum_{i <= k} hit_i / log2(i + 1)  /  sum_{i <= min(T, k)} 1 / log2(i + 1)
 
-and with p_i the propensity of the i-th prediction, how likely it is to be said where it is right, a ratio of sums over all queries::
+With p the propensity of a class, the probability that it is labelled if it is relevant, psp_at_k is
+a ratio of sums over all queries::
 
-    psp_at_k       = sum_q sum_{i <= k} hit_i / p_i  /  sum_q of the k largest 1 / p of its right classes
+    psp_at_k       = sum_q sum_{i <= k} hit_i / p_i
+                     / sum_q (sum of the k largest 1 / p of the relevant classes of q)
 
-Errors of all: a ValueError for k below 1, for predictions with fewer than k columns, or with fewer
-than k scores in every row, a class twice in a row or below -1, for scores that are NaN, for truth of
-another number of queries or with a class below 0, for sparse matrices whose parts contradict each
-other, and where nothing is right for any query; a TypeError for k that is not an int, and for
-predictions or truth of another type or dtype.
+All functions raise a ValueError if k is below 1; if predictions have fewer than k columns (sparse:
+if no row has k scores), contain a class twice in a row or an id below -1, or have a NaN score; if
+truth has another number of queries or a class id below 0; if the arrays of a sparse matrix are
+inconsistent; or if no query has a relevant class. They raise a TypeError if k is not an int, or if
+predictions or truth have another type or dtype.
 """
 
 import math
@@ -35,10 +38,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._checks import check_count
-from ._public import public_names
-from ._sparse import canonical, Matrix, tensor_of
-from .ensemble import ranks
+from ._core.checks import check_count
+from ._core.public import public_names
+from ._core.sparse import canonical, Matrix, tensor_of
+from .matcher.ensemble import ranks
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -51,62 +54,74 @@ __dir__ = public_names(__all__)
 
 
 def precision_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
-    """The share of the first k predictions that are right, `sum_{i <= k} hit_i / k`, as the mean over queries. A missing prediction (-1) is a wrong one.
+    """Computes precision at k: the fraction of the first k predictions that are relevant,
+    `sum_{i <= k} hit_i / k`, averaged over queries. Missing predictions (-1) count as wrong.
 
     Args:
-        predictions: int64 [Q, at least k], or a scipy sparse matrix [Q, N] of scores; see :mod:`xsoftmax.metrics`.
-        truth: int64 [Q], a list of Q sequences, or a scipy sparse matrix [Q, N]; see there.
+        predictions: int64 [Q, at least k], or a scipy sparse matrix [Q, N] of scores; see
+            :mod:`xsoftmax.metrics`.
+        truth: int64 [Q], a list of Q sequences, or a scipy sparse matrix [Q, N]; see
+            :mod:`xsoftmax.metrics`.
         k: at least 1.
 
     Raises:
-        ValueError, TypeError: as :mod:`xsoftmax.metrics` says
+        ValueError, TypeError: as listed in :mod:`xsoftmax.metrics`
     """
     return _precisions(predictions, truth, k).mean().item()
 
 
 def recall_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
-    """The share of the right classes that are among the first k predictions, `sum_{i <= k} hit_i / T`, as the mean over queries.
+    """Computes recall at k: the fraction of the relevant classes that are among the first k
+    predictions, `sum_{i <= k} hit_i / T`, averaged over queries.
 
     Args:
         predictions, truth, k: as in :func:`precision_at_k`.
 
     Raises:
-        ValueError, TypeError: as :mod:`xsoftmax.metrics` says
+        ValueError, TypeError: as listed in :mod:`xsoftmax.metrics`
     """
     return _recalls(predictions, truth, k).mean().item()
 
 
 def ndcg_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
-    """The normalised discounted cumulative gain: how high the right classes stand, 1 where they are all on top.
+    """Computes the normalised discounted cumulative gain at k, averaged over queries. It is 1 if
+    the relevant classes are ranked first.
 
-    It is `sum_{i <= k} hit_i / log2(i + 1)  /  sum_{i <= min(T, k)} 1 / log2(i + 1)`, as the mean over queries.
+    The value of a query is `sum_{i <= k} hit_i / log2(i + 1)  /  sum_{i <= min(T, k)} 1 / log2(i +
+    1)`.
 
     Args:
         predictions, truth, k: as in :func:`precision_at_k`.
 
     Raises:
-        ValueError, TypeError: as :mod:`xsoftmax.metrics` says
+        ValueError, TypeError: as listed in :mod:`xsoftmax.metrics`
     """
     return _ndcgs(predictions, truth, k).mean().item()
 
 
 def psp_at_k(predictions: Predictions, truth: Truth, k: int, propensity: Tensor) -> float:
-    """Propensity-scored precision: a right class counts by how rarely it is labelled, 1 where the rarest are on top (Jain et al., 2016).
-    :mod:`xsoftmax.metrics` has the formula.
+    """Computes propensity-scored precision at k, in which rarely labelled classes count more (Jain
+    et al., 2016). It is 1 if the relevant classes with the smallest propensities are ranked first.
+    See :mod:`xsoftmax.metrics` for the formula.
 
     Args:
         predictions, truth, k: as in :func:`precision_at_k`.
-        propensity: floating [N], in (0, 1], of each class: :func:`propensity`.
+        propensity: floating-point [N], in (0, 1], one per class, such as the result of
+            :func:`propensity`.
 
     Raises:
-        ValueError: a propensity of another shape or not in (0, 1]; and as :mod:`xsoftmax.metrics` says.
-        TypeError: a propensity that is not a floating tensor; and as :mod:`xsoftmax.metrics` says.
+        ValueError: propensity has another shape or a value outside (0, 1]; or as listed in
+            :mod:`xsoftmax.metrics`.
+        TypeError: propensity is not a floating-point tensor; or as listed in
+            :mod:`xsoftmax.metrics`.
     """
     found, best = _psp_sums(predictions, truth, k, propensity)
     return (found / best).item()
 
 
-# The figure of each query for which anything is right. needs_any=False: there may be none.
+# The functions below return one value per query that has relevant classes. With needs_any=False,
+# no query needs to have any.
+
 
 def _precisions(predictions: Predictions, truth: Truth, k: int, needs_any: bool = True) -> Tensor:
     hits, _, _ = _hits("precision_at_k", predictions, truth, k, needs_any)
@@ -125,62 +140,75 @@ def _ndcgs(predictions: Predictions, truth: Truth, k: int, needs_any: bool = Tru
     return hits @ discount / ideal
 
 
-def _psp_sums(predictions: Predictions, truth: Truth, k: int, propensity: Tensor, needs_any: bool = True) -> Tuple[Tensor, Tensor]:
+def _psp_sums(predictions: Predictions, truth: Truth, k: int, propensity: Tensor,
+              needs_any: bool = True) -> Tuple[Tensor, Tensor]:
     hits, _, right = _hits("psp_at_k", predictions, truth, k, needs_any)
-    gains = 1 / _propensity(propensity, 1 + max(int(ids.max()) if ids.numel() > 0 else 0 for ids in (right.ids, right.predicted)))
+    gains = 1 / _propensity(
+        propensity,
+        1 + max(int(ids.max()) if ids.numel() > 0 else 0 for ids in (right.ids, right.predicted)))
     found = (hits * gains[right.predicted.clamp_min(0)]).sum()
     of_right = gains[right.ids]
     order = torch.argsort(of_right, descending=True, stable=True)
-    order = order[torch.argsort(right.queries[order], stable=True)]  # by query, the largest gain first
+    # grouped by query, with the largest gain first in each group
+    order = order[torch.argsort(right.queries[order], stable=True)]
     queries, sorted_gains = right.queries[order], of_right[order]
     first = torch.searchsorted(queries, queries)
     return found, sorted_gains[torch.arange(len(queries), device=queries.device) - first < k].sum()
 
 
-def propensity(counts: Union[Tensor, Sequence[float]], num_examples: int, a: float = 0.55, b: float = 1.5) -> Tensor:
-    """The propensity of each class, how likely it is labelled where it is right, from how often it is labelled (Jain et al., 2016).
+def propensity(counts: Union[Tensor, Sequence[float]], num_examples: int, a: float = 0.55,
+               b: float = 1.5) -> Tensor:
+    """Estimates the propensity of each class, the probability that it is labelled if it is
+    relevant, from its frequency (Jain et al., 2016).
 
-    It is ``1 / (1 + C (counts + b)^-a)``, with C = (log n - 1) (b + 1)^a.
+    The estimate is ``1 / (1 + C (counts + b)^-a)`` with C = (log n - 1) (b + 1)^a.
 
     Args:
-        counts: [N], the examples of each class in training; finite, at least 0.
-        num_examples: n, the number of examples in training; at least 3.
+        counts: [N], the number of training examples of each class; finite and non-negative.
+        num_examples: n, the number of training examples; at least 3.
         a, b: as in the paper.
 
     Returns:
         float64 [N].
 
     Raises:
-        ValueError: counts of another shape, not finite or below 0; num_examples below 3; or b at most -1.
+        ValueError: counts have another shape or a value that is negative or not finite;
+            num_examples is below 3; or b is not above -1.
         TypeError: counts are not numbers, or num_examples is not an int.
     """
-    counts = (tensor_of(counts) if isinstance(counts, np.ndarray) else torch.as_tensor(counts)).to(torch.float64)
+    counts = (tensor_of(counts) if isinstance(counts, np.ndarray) else torch.as_tensor(counts)).to(
+        torch.float64)
     num_examples = check_count("propensity", "num_examples", num_examples, 3)
     if counts.dim() != 1 or not ((counts >= 0) & counts.isfinite()).all():
-        raise ValueError(f"propensity: expected counts of shape [N], each finite and at least 0, got shape {list(counts.shape)} and values {counts}")
+        raise ValueError("propensity: expected counts of shape [N], each finite and at least 0, "
+                         f"got shape {list(counts.shape)} and values {counts}")
     if not b > -1:
         raise ValueError(f"propensity: expected b above -1, got {b}")
-    c = (math.log(num_examples) - 1) * (b + 1) ** a
-    return 1 / (1 + c * (counts + b) ** -a)
+    c = (math.log(num_examples) - 1) * (b + 1)**a
+    return 1 / (1 + c * (counts + b)**-a)
 
 
 def coverage(candidates: Tensor, target: Tensor, ignore_index: int = -100) -> float:
-    """The share of the targets that are among the candidates, `(candidates == target[..., None]).any(-1).mean()` (Han et al., 2018, Table 3).
+    """Computes the fraction of targets that are among the candidates, `(candidates == target[...,
+    None]).any(-1).mean()` (Han et al., 2018, Table 3).
 
     Args:
-        candidates: int64 [*, C], -1 where there is none; or [C] for all queries.
-        target: int64 [*], of at least one dimension. Targets that are ignore_index or below 0 do not count; at least one does.
-        ignore_index: targets of this value do not count.
+        candidates: int64 [*, C], padded with -1; or [C], shared by all queries.
+        target: int64 [*], at least one-dimensional. Negative targets and those equal to
+            ignore_index are skipped; at least one target must remain.
+        ignore_index: the target value to skip.
 
     Raises:
-        ValueError: another shape, or no target that counts.
+        ValueError: a shape does not match, or all targets are skipped.
         TypeError: candidates or target are not int64 tensors.
     """
     for argument, tensor in (("candidates", candidates), ("target", target)):
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
-            raise TypeError(f"coverage: expected {argument} as an int64 tensor, got {_given(tensor)}")
+            raise TypeError(f"coverage: expected {argument} as an int64 tensor, got "
+                            f"{_given(tensor)}")
     if target.dim() < 1 or candidates.dim() != 1 and candidates.shape[:-1] != target.shape:
-        raise ValueError("coverage: expected candidates of shape [C] or [*, C] and target of shape [*], "
+        raise ValueError("coverage: expected candidates of shape [C] or [*, C] and target of shape "
+                         "[*], "
                          f"got {list(candidates.shape)} and {list(target.shape)}")
     counted = (target >= 0) & (target != ignore_index)
     if not counted.any():
@@ -189,79 +217,96 @@ def coverage(candidates: Tensor, target: Tensor, ignore_index: int = -100) -> fl
 
 
 class _Right(NamedTuple):
-    """The right classes as pairs, and the predictions of the queries that have any."""
+    """The relevant classes as (query, id) pairs, and the predictions of the queries that have
+    any."""
 
     queries: Tensor
     ids: Tensor
     predicted: Tensor
 
 
-def _hits(name: str, predictions: Predictions, truth: Any, k: int, needs_any: bool = True) -> Tuple[Tensor, Tensor, _Right]:
-    """Of the queries for which anything is right: 1 for each of the k predictions that is (float64 [Q, k]), how many classes are (int64
-    [Q]), and what these are."""
+def _hits(name: str, predictions: Predictions, truth: Any, k: int,
+          needs_any: bool = True) -> Tuple[Tensor, Tensor, _Right]:
+    """Returns, for the queries that have relevant classes: whether each of the k predictions is
+    relevant (float64 [Q, k], 0 or 1), the number of relevant classes (int64 [Q]), and the relevant
+    classes."""
     k = check_count(name, "k", k, 1)
     if _is_sparse(predictions):
         scores = canonical(name, "predictions", predictions, "scores")
         _check_scores(name, scores, truth, k if needs_any else 0)
         predictions = _best(scores, k)
     if not isinstance(predictions, Tensor):
-        raise TypeError(f"{name}: expected predictions as a tensor or a scipy sparse matrix, got {_given(predictions)}")
+        raise TypeError(f"{name}: expected predictions as a tensor or a scipy sparse matrix, got "
+                        f"{_given(predictions)}")
     if predictions.dtype != torch.int64:
         raise TypeError(f"{name}: expected predictions of dtype int64, got {predictions.dtype}")
     if predictions.dim() != 2 or predictions.shape[1] < k:
-        raise ValueError(f"{name}: expected predictions of shape [Q, {k} or more], got {list(predictions.shape)}")
+        raise ValueError(f"{name}: expected predictions of shape [Q, {k} or more], got "
+                         f"{list(predictions.shape)}")
     predictions = predictions[:, :k]
     queries, ids = _pairs(name, truth, len(predictions))
     queries, ids = queries.to(predictions.device), ids.to(predictions.device)
     if predictions.numel() > 0 and predictions.min() < -1:
-        raise ValueError(f"{name}: expected predictions of -1 (none) or more, got {predictions.min().item()}")
+        raise ValueError(f"{name}: expected predictions of -1 (none) or more, got "
+                         f"{predictions.min().item()}")
     if ids.numel() > 0 and ids.min() < 0:
         raise ValueError(f"{name}: expected classes of 0 or more in truth, got {ids.min().item()}")
     ordered = predictions.sort(dim=1).values
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if twice.any():
         row, column = twice.nonzero()[0].tolist()
-        raise ValueError(f"{name}: expected different predictions for a query, got {ordered[row, column].item()} twice in row {row}")
+        raise ValueError(f"{name}: expected different predictions for a query, got "
+                         f"{ordered[row, column].item()} twice in row {row}")
 
-    # A pair (query, class) as one number: all are looked up at once. Without a prediction: -1, which stands for no pair.
+    # Encode each (query, class) pair as one number, so that one isin() call looks up all of them.
+    # A missing prediction becomes -1, which matches no pair.
     span = 1 + max(int(side.max()) if side.numel() > 0 else 0 for side in (predictions, ids))
     if span > (1 << 63) // max(len(predictions), 1):
-        raise ValueError(f"{name}: expected class ids below 2^63 / {len(predictions)} queries, got {span - 1}")
+        raise ValueError(f"{name}: expected class ids below 2^63 / {len(predictions)} queries, got "
+                         f"{span - 1}")
     right = torch.unique(queries * span + ids)
     sizes = torch.bincount(right // span, minlength=len(predictions))
     rows = torch.arange(len(predictions), device=predictions.device).unsqueeze(1)
     keys = torch.where(predictions >= 0, rows * span + predictions, -1)
     found = sizes > 0
     if needs_any and not found.any():
-        raise ValueError(f"{name}: expected a query for which a class is right, got none of {len(predictions)}")
-    return torch.isin(keys[found], right).double(), sizes[found], _Right(right // span, right % span, predictions[found])
+        raise ValueError(f"{name}: expected a query for which a class is right, got none of "
+                         f"{len(predictions)}")
+    return torch.isin(keys[found],
+                      right).double(), sizes[found], _Right(right // span, right % span,
+                                                            predictions[found])
 
 
 def _given(value: Any) -> str:
-    """The type of an argument that is no tensor, and what to call."""
+    """Describes the type of an argument that is not a tensor, and suggests a conversion."""
     if isinstance(value, Tensor):
         return str(value.dtype)
     if isinstance(value, (set, frozenset)):
         return f"{type(value).__name__}: use sorted(...) of each query's set of classes"
-    return type(value).__name__ + (": use torch.as_tensor(...)" if isinstance(value, (np.ndarray, list, tuple)) else "")
+    return type(value).__name__ + (": use torch.as_tensor(...)" if isinstance(
+        value, (np.ndarray, list, tuple)) else "")
 
 
 def _is_sparse(given: Any) -> bool:
-    """Whether it is a matrix or an array of scipy, which may not be installed."""
+    """Whether the argument is a scipy matrix or array. Does not import scipy, which is optional."""
     return getattr(given, "format", None) is not None
 
 
 def _check_scores(name: str, scores: "scipy.sparse.csr_matrix", truth: Any, least: int) -> None:
-    """That scores and a sparse truth fit together, and that some row has ``least`` predictions."""
+    """Checks that scores match a sparse truth, and that some row has ``least`` predictions."""
     if _is_sparse(truth) and len(truth.shape) == 2:
         if scores.shape != truth.shape:
-            raise ValueError(f"{name}: expected predictions and truth of one shape, got {list(scores.shape)} and {list(truth.shape)}")
-        if _is_constant(scores.data) and not _is_constant(canonical(name, "truth", truth, "weights").data):
-            raise ValueError(f"{name}: expected scores in predictions, then truth, got predictions of {scores.data[0]:g} alone, which rank nothing, and a "
+            raise ValueError(f"{name}: expected predictions and truth of one shape, got "
+                             f"{list(scores.shape)} and {list(truth.shape)}")
+        if _is_constant(
+                scores.data) and not _is_constant(canonical(name, "truth", truth, "weights").data):
+            raise ValueError(f"{name}: expected scores in predictions, then truth, got predictions "
+                             f"of {scores.data[0]:g} alone, which rank nothing, and a "
                              "truth with several values: are they the other way round?")
     longest = int(np.diff(scores.indptr).max(initial=0))
     if longest < least and scores.shape[0] > 0:
-        raise ValueError(f"{name}: expected at least {least} predictions of a query, got {longest} at most: predict with topk={least}, or choose k={longest}")
+        raise ValueError(f"{name}: expected at least {least} predictions of a query, got {longest} "
+                         f"at most: predict with topk={least}, or choose k={longest}")
 
 
 def _is_constant(values: Any) -> bool:
@@ -269,7 +314,7 @@ def _is_constant(values: Any) -> bool:
 
 
 def _best(scores: "scipy.sparse.csr_matrix", k: int) -> Tensor:
-    """The classes of the k best scores of each row, -1 behind them."""
+    """Returns the classes of the k best scores of each row, padded with -1."""
     rank, counts = ranks(scores), np.diff(scores.indptr)
     row, kept = np.repeat(np.arange(len(counts)), counts), rank < k
     ids = np.full((len(counts), k), -1)
@@ -279,20 +324,24 @@ def _best(scores: "scipy.sparse.csr_matrix", k: int) -> Tensor:
 
 def _propensity(propensity: Tensor, least: int) -> Tensor:
     if not isinstance(propensity, Tensor) or not propensity.is_floating_point():
-        raise TypeError(f"psp_at_k: expected propensity as a floating tensor, got {_given(propensity)}")
+        raise TypeError("psp_at_k: expected propensity as a floating tensor, got "
+                        f"{_given(propensity)}")
     if propensity.dim() != 1 or len(propensity) < least:
-        raise ValueError(f"psp_at_k: expected propensity of shape [{least} or more], got {list(propensity.shape)}")
+        raise ValueError(f"psp_at_k: expected propensity of shape [{least} or more], got "
+                         f"{list(propensity.shape)}")
     if not ((propensity > 0) & (propensity <= 1)).all():
-        raise ValueError("psp_at_k: expected propensity in (0, 1], got " + str(propensity[~((propensity > 0) & (propensity <= 1))][0].item()))
+        raise ValueError("psp_at_k: expected propensity in (0, 1], got " +
+                         str(propensity[~((propensity > 0) & (propensity <= 1))][0].item()))
     return propensity.double()
 
 
 def _pairs(name: str, truth: Any, num_queries: int) -> Tuple[Tensor, Tensor]:
-    """The right classes as pairs: queries int64 [P], class ids int64 [P]."""
+    """Returns the relevant classes as pairs: queries int64 [P] and class ids int64 [P]."""
     if isinstance(truth, Tensor):
         if truth.dim() != 1:
-            raise ValueError(f"{name}: expected truth of shape [Q], got {list(truth.shape)}"
-                             + (": scipy.sparse.csr_matrix(truth.numpy()) is one of several classes a query" if truth.dim() == 2 else ""))
+            raise ValueError(f"{name}: expected truth of shape [Q], got {list(truth.shape)}" +
+                             (": scipy.sparse.csr_matrix(truth.numpy()) is one of several "
+                              "classes a query" if truth.dim() == 2 else ""))
         if truth.dtype != torch.int64:
             raise TypeError(f"{name}: expected truth of dtype int64, got {truth.dtype}")
         rows, ids = torch.arange(len(truth)), truth
@@ -305,25 +354,32 @@ def _pairs(name: str, truth: Any, num_queries: int) -> Tuple[Tensor, Tensor]:
         parts = [_ids(name, row, part) for row, part in enumerate(truth)]
         count = len(parts)
         ids = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
-        rows = torch.repeat_interleave(torch.arange(count), torch.tensor([len(part) for part in parts], dtype=torch.int64))
+        rows = torch.repeat_interleave(
+            torch.arange(count), torch.tensor([len(part) for part in parts], dtype=torch.int64))
     else:
-        raise TypeError(f"{name}: expected truth as an int64 tensor, a list of class ids for each query or a scipy sparse matrix, "
+        raise TypeError(f"{name}: expected truth as an int64 tensor, a list of class ids for each "
+                        "query or a scipy sparse matrix, "
                         f"got {_given(truth)}")
     if count != num_queries:
-        raise ValueError(f"{name}: expected truth for {num_queries} queries, as many as predictions has, got {count}")
+        raise ValueError(f"{name}: expected truth for {num_queries} queries, as many as "
+                         f"predictions has, got {count}")
     return rows, ids
 
 
 def _ids(name: str, row: int, part: Union[Tensor, Sequence[int]]) -> Tensor:
-    """Part of a list of class ids."""
+    """Returns the class ids of one query as an int64 CPU tensor."""
     if isinstance(part, (set, frozenset)):
-        raise TypeError(f"{name}: expected class ids in truth[{row}] as a sequence or a tensor, got {_given(part)}")
+        raise TypeError(f"{name}: expected class ids in truth[{row}] as a sequence or a tensor, "
+                        f"got {_given(part)}")
     try:
         ids = tensor_of(part) if isinstance(part, np.ndarray) else torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name}: expected class ids in truth[{row}], got {type(part).__name__} ({error})") from error
+        raise TypeError(f"{name}: expected class ids in truth[{row}], got {type(part).__name__} "
+                        f"({error})") from error
     if ids.dim() != 1:
-        raise ValueError(f"{name}: expected truth[{row}] with one dimension, got shape {list(ids.shape)}")
+        raise ValueError(f"{name}: expected truth[{row}] with one dimension, got shape "
+                         f"{list(ids.shape)}")
     if ids.numel() > 0 and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
-        raise TypeError(f"{name}: expected class ids of an integer dtype in truth[{row}], got {ids.dtype}")
+        raise TypeError(f"{name}: expected class ids of an integer dtype in truth[{row}], got "
+                        f"{ids.dtype}")
     return ids.long().cpu()

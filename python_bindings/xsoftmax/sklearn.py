@@ -1,4 +1,4 @@
-"""A scikit-learn estimator. Needs scikit-learn 1.6."""
+"""A scikit-learn estimator for XR-Linear. Requires scikit-learn 1.6 or newer."""
 
 from typing import Any, Optional
 
@@ -8,45 +8,66 @@ import torch
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_array, check_consistent_length, check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import (check_array, check_consistent_length, check_is_fitted,
+                                      column_or_1d, validate_data)
 
-from ._public import public_names
-from ._sparse import canonical
-from .label_tree import LabelTree
+from ._core.public import public_names
+from ._core.sparse import canonical
+from .trees.label_tree import LabelTree
 from .label_vectors import pifa
-from .xr_linear import XRLinear
+from .matcher.xr_linear import XRLinear
 
 __all__ = ["XRLinearClassifier"]
 __dir__ = public_names(__all__)
 
-_HINT = "sklearn.preprocessing.MultiLabelBinarizer(sparse_output=True).fit_transform(labels) makes them of lists of labels"
+_HINT = ("sklearn.preprocessing.MultiLabelBinarizer(sparse_output=True).fit_transform(labels) "
+         "makes them of lists of labels")
 
 
 class XRLinearClassifier(ClassifierMixin, BaseEstimator):
-    """:class:`xsoftmax.XRLinear` as scikit-learn has classifiers: ``fit(X, y)``, ``predict(X)``, in pipelines and searches.
+    """A scikit-learn classifier that trains an :class:`xsoftmax.XRLinear` model. It works in
+    pipelines and in hyper-parameter searches.
 
-    y is an indicator matrix [n, L], sparse or dense (several labels a row), or a class for each row [n]. ``predict`` gives the same: an
-    indicator matrix, sparse where y was, of those of the ``topk`` best labels that score at least ``min_score``, or the best class of
-    each row: where rows have more than ten labels, ask for more. ``predict_scores`` gives the scores of the ``topk`` best, CSR [n, L]. Rows of
-    length 1 (``TfidfVectorizer``, ``Normalizer``) suit the defaults; others want a smaller ``threshold``. The fitted model is ``model_``; the
-    other arguments are those of :meth:`xsoftmax.XRLinear.train`.
+    The target y of ``fit(X, y)`` is an indicator matrix [n, L], sparse or dense, for multi-label
+    problems, or one class per row, [n]. X is [n, D].
+
+    Args:
+        topk: the number of labels per row that ``predict`` considers and ``predict_scores``
+            returns. Raise it if rows have more than ten labels.
+        min_score: the score from which on ``predict`` assigns a label. Only for multi-label
+            problems.
+        random_state: the seed, or a numpy RandomState.
+        arity, max_leaf_size, negatives, beam: as in :meth:`xsoftmax.XRLinear.train`.
+        loss, positive_cost, negative_cost, tolerance, sweeps, bias, max_weights: as in
+            :meth:`xsoftmax.XRLinear.train`.
+        threshold: as in :meth:`xsoftmax.XRLinear.train`. The default suits rows of length 1
+            (``TfidfVectorizer``, ``Normalizer``); longer rows need a smaller threshold.
+
+    Attributes:
+        model_: the fitted :class:`xsoftmax.XRLinear`.
+        classes_: the classes [L] that ``fit`` has seen.
     """
-
-    def __init__(self, *, arity: int = 16, max_leaf_size: int = 100, negatives: str = "tfn", loss: str = "squared_hinge",
-                 positive_cost: float = 1.0, negative_cost: float = 1.0, tolerance: float = 0.1, sweeps: int = 100, bias: float = 1.0,
-                 threshold: float = 0.1, max_weights: Optional[int] = None, beam: int = 10, topk: int = 10, min_score: float = 0.5,
+    def __init__(self, *, arity: int = 16, max_leaf_size: int = 100, negatives: str = "tfn",
+                 loss: str = "squared_hinge", positive_cost: float = 1.0,
+                 negative_cost: float = 1.0, tolerance: float = 0.1, sweeps: int = 100,
+                 bias: float = 1.0, threshold: float = 0.1, max_weights: Optional[int] = None,
+                 beam: int = 10, topk: int = 10, min_score: float = 0.5,
                  random_state: Any = 0) -> None:
-        self.arity, self.max_leaf_size, self.negatives, self.loss = arity, max_leaf_size, negatives, loss
-        self.positive_cost, self.negative_cost, self.tolerance, self.sweeps = positive_cost, negative_cost, tolerance, sweeps
+        self.arity, self.max_leaf_size, self.negatives = arity, max_leaf_size, negatives
+        self.loss, self.positive_cost, self.negative_cost = loss, positive_cost, negative_cost
+        self.tolerance, self.sweeps = tolerance, sweeps
         self.bias, self.threshold, self.max_weights = bias, threshold, max_weights
-        self.beam, self.topk, self.min_score, self.random_state = beam, topk, min_score, random_state
+        self.beam, self.topk, self.min_score = beam, topk, min_score
+        self.random_state = random_state
 
     def fit(self, X: Any, y: Any) -> "XRLinearClassifier":
         X = validate_data(self, _sound("X", X), accept_sparse="csr", dtype=np.float32)
         if y is None:
-            raise ValueError("XRLinearClassifier.fit: requires y to be passed, but the target y is None")
+            raise ValueError("XRLinearClassifier.fit: requires y to be passed, but the target y is "
+                             "None")
         _check_lists(y)
-        y = check_array(_sound("y", y, "weights"), accept_sparse="csr", ensure_2d=False, dtype=None, input_name="y")
+        y = check_array(_sound("y", y, "weights"), accept_sparse="csr", ensure_2d=False, dtype=None,
+                        input_name="y")
         check_consistent_length(X, y)
         self.sparse_output_ = sp.issparse(y)
         if not self.sparse_output_ and y.ndim == 2 and y.shape[1] == 1:
@@ -55,37 +76,54 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         if self.multilabel_:
             Y = sp.csr_matrix(y, dtype=np.float32)
             if not np.isin(Y.data, (0, 1)).all():
-                raise ValueError(f"XRLinearClassifier.fit: expected y of several labels as zeros and ones, got {Y.data[~np.isin(Y.data, (0, 1))][0]}: {_HINT}")
+                raise ValueError("XRLinearClassifier.fit: expected y of several labels as zeros "
+                                 f"and ones, got {Y.data[~np.isin(Y.data, (0, 1))][0]}: {_HINT}")
             self.classes_ = np.arange(Y.shape[1])
         else:
             check_classification_targets(y)
             self.classes_, ids = np.unique(y, return_inverse=True)
-            Y = sp.csr_matrix((np.ones(len(ids), np.float32), ids, np.arange(len(ids) + 1)), shape=(len(ids), len(self.classes_)))
+            Y = sp.csr_matrix((np.ones(len(ids), np.float32), ids, np.arange(len(ids) + 1)),
+                              shape=(len(ids), len(self.classes_)))
         X = sp.csr_matrix(X)
-        generator = torch.Generator().manual_seed(int(check_random_state(self.random_state).randint(2**31 - 1)))
-        tree = LabelTree.from_vectors(pifa(X, Y), self.arity, generator=generator, max_leaf_size=self.max_leaf_size)
-        self.model_ = XRLinear.train(X, Y, tree=tree, negatives=self.negatives, beam=self.beam, loss=self.loss, positive_cost=self.positive_cost,
-                                     negative_cost=self.negative_cost, tolerance=self.tolerance, sweeps=self.sweeps, bias=self.bias,
-                                     threshold=self.threshold, max_weights=self.max_weights, generator=generator)
+        generator = torch.Generator().manual_seed(
+            int(check_random_state(self.random_state).randint(2**31 - 1)))
+        tree = LabelTree.from_vectors(pifa(X, Y), self.arity, generator=generator,
+                                      max_leaf_size=self.max_leaf_size)
+        self.model_ = XRLinear.train(X, Y, tree=tree, negatives=self.negatives, beam=self.beam,
+                                     loss=self.loss, positive_cost=self.positive_cost,
+                                     negative_cost=self.negative_cost, tolerance=self.tolerance,
+                                     sweeps=self.sweeps, bias=self.bias, threshold=self.threshold,
+                                     max_weights=self.max_weights, generator=generator)
         return self
 
     def predict_scores(self, X: Any) -> sp.csr_matrix:
-        """The scores of the best labels; the entries of a row stand best first."""
+        """Returns the scores of the ``topk`` best labels of each row as CSR [n, L]. The entries of
+        a row are ordered by decreasing score."""
         check_is_fitted(self)
-        return self.model_.predict(validate_data(self, _sound("X", X), accept_sparse="csr", dtype=np.float32, reset=False), self.topk, self.beam)
+        return self.model_.predict(
+            validate_data(self, _sound("X", X), accept_sparse="csr", dtype=np.float32, reset=False),
+            self.topk, self.beam)
 
     def decision_function(self, X: Any) -> Any:
-        """The logarithm of the score of every class, [n, L]; of two classes where a row has one, [n]: that of the second less that of the first. All classes
-        are scored, dense: ``predict`` looks at what its beam finds."""
+        """Returns the log scores of all classes, dense [n, L]. For binary classification returns
+        [n], the log score of the second class minus that of the first.
+
+        Unlike ``predict``, which uses a beam search, this scores every class.
+        """
         scores = self._log_scores(X)
         return scores[:, 1] - scores[:, 0] if self._is_binary() else scores
 
     def predict_proba(self, X: Any) -> Any:
-        """[n, L], as :meth:`decision_function`: where a row may have several labels the score of each, else scores that add up to 1. With ``loss="logistic"`` a
-        score is a product of conditional probabilities; those of other losses are not calibrated."""
+        """Returns probabilities of all classes, dense [n, L].
+
+        For multi-label problems these are the scores of the labels; otherwise scores normalised to
+        a sum of 1. With ``loss="logistic"`` a score is a product of conditional probabilities; the
+        scores of other losses are not calibrated.
+        """
         scores = self._log_scores(X)
         if self.multilabel_:
-            return np.clip(np.exp(scores), np.finfo(np.float64).tiny, 1 - np.finfo(np.float64).eps)  # open ends, as scikit-learn asks
+            # scikit-learn requires probabilities in the open interval (0, 1)
+            return np.clip(np.exp(scores), np.finfo(np.float64).tiny, 1 - np.finfo(np.float64).eps)
         weights = np.exp(scores - scores.max(1, keepdims=True))
         return weights / weights.sum(1, keepdims=True)
 
@@ -98,18 +136,24 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         classes = len(self.classes_)
         found = self.model_.predict(X, classes, classes, transform=f"log-{self.model_.transform}")
         scores = np.empty(found.shape)
-        scores[np.repeat(np.arange(found.shape[0]), np.diff(found.indptr)), found.indices] = found.data
+        scores[np.repeat(np.arange(found.shape[0]), np.diff(found.indptr)),
+               found.indices] = found.data
         return scores
 
     def predict(self, X: Any) -> Any:
-        """What y holds: where a row may have several labels an indicator matrix [n, L] of those that score at least ``min_score``, sparse where that of the
-        training was; else the class of each row, [n]."""
+        """Predicts labels in the form of the training target.
+
+        For multi-label problems returns an indicator matrix [n, L] of the labels among the ``topk``
+        best that score at least ``min_score``; it is sparse if the training target was sparse.
+        Otherwise returns the best class of each row, [n].
+        """
         scores = self.predict_scores(X)
         if not self.multilabel_:
             return self.classes_[scores.indices[scores.indptr[:-1]]]
         kept = scores.data >= self.min_score
         ends = np.r_[0, np.cumsum(kept)][scores.indptr]
-        found = sp.csr_matrix((np.ones(int(ends[-1]), np.int64), scores.indices[kept], ends), shape=scores.shape)
+        found = sp.csr_matrix((np.ones(int(ends[-1]), np.int64), scores.indices[kept], ends),
+                              shape=scores.shape)
         return found if self.sparse_output_ else found.toarray()
 
     def __sklearn_tags__(self) -> Any:
@@ -120,13 +164,16 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
 
 
 def _sound(argument: str, given: Any, kind: str = "features") -> Any:
-    """A sparse matrix in canonical form, before scikit-learn converts it; anything else as it is."""
+    """Returns a sparse matrix in canonical form, so that scikit-learn converts a valid matrix.
+    Other arguments are returned unchanged."""
     return canonical("XRLinearClassifier", argument, given, kind) if sp.issparse(given) else given
 
 
 def _check_lists(y: Any) -> None:
-    """That y is not lists of labels, one of any length for each row."""
-    if not isinstance(y, (list, tuple)) or not all(isinstance(row, (list, tuple, set, frozenset)) for row in y):
+    """Raises a ValueError if y holds lists of labels of varying length, or sets."""
+    if not isinstance(y, (list, tuple)) or not all(
+            isinstance(row, (list, tuple, set, frozenset)) for row in y):
         return
     if any(isinstance(row, (set, frozenset)) for row in y) or len({len(row) for row in y}) > 1:
-        raise ValueError(f"XRLinearClassifier.fit: expected y of several labels as zeros and ones [n, L], got lists of labels: {_HINT}")
+        raise ValueError("XRLinearClassifier.fit: expected y of several labels as zeros and ones "
+                         f"[n, L], got lists of labels: {_HINT}")

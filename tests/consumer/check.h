@@ -4,7 +4,7 @@
 #include <exception>
 #include <functional>
 
-// Runs checks, tells which failed, and prints `N passed, N failed`.
+// Runs checks, reports failures, and prints `N passed, N failed`.
 class Checks {
  public:
   void operator()(const char* name, const std::function<bool()>& holds) {

@@ -1,6 +1,7 @@
-"""Writes a program that runs every C++ block of the documentation: `documented.py OUTPUT`. Tutorials are notebooks with tests of their own.
+"""Writes a program that runs every C++ block of the documentation: `documented.py OUTPUT`.
 
-A block with `int main` becomes a function of a namespace, any other the body of one. Blocks of a page do not see one another.
+A block with `int main` becomes a function in a namespace; any other block becomes the body of one.
+Blocks of a page do not share names. Tutorials are notebooks and have their own tests.
 """
 
 import re
@@ -15,14 +16,19 @@ def main() -> None:
     for path in sorted(DOCS.rglob("*.md")):
         if {"tutorials", "generated"} & set(path.relative_to(DOCS).parts):
             continue
-        for number, block in enumerate(re.findall(r"^```cpp\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)):
+        for number, block in enumerate(
+                re.findall(r"^```cpp\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)):
             name = re.sub(r"\W", "_", f"{path.relative_to(DOCS).with_suffix('')}_{number}")
             includes += re.findall(r"^#include .*$", block, re.MULTILINE)
             block = re.sub(r"^#include .*\n", "", block, flags=re.MULTILINE)
-            body = block.replace("int main(", "void main_(") if "int main(" in block else f"[[maybe_unused]] void main_() {{\n{block}}}\n"
+            body = block.replace(
+                "int main(", "void main_("
+            ) if "int main(" in block else f"[[maybe_unused]] void main_() {{\n{block}}}\n"
             parts.append(f"namespace {name} {{\n{body}}}\n")
-            calls.append(f'  std::cout << "{path.relative_to(DOCS)}, block {number}\\n";\n  {name}::main_();\n')
-    text = "\n".join(dict.fromkeys(includes)) + "\n#include <iostream>\n\n" + "\n".join(parts) + f"\nint main() {{\n{''.join(calls)}}}\n"
+            calls.append(f'  std::cout << "{path.relative_to(DOCS)}, block {number}\\n";\n'
+                         f"  {name}::main_();\n")
+    text = "\n".join(dict.fromkeys(includes)) + "\n#include <iostream>\n\n" + "\n".join(
+        parts) + f"\nint main() {{\n{''.join(calls)}}}\n"
     if not calls:
         sys.exit("documented.py: no C++ block in the documentation")
     Path(sys.argv[1]).write_text(text)

@@ -1,5 +1,6 @@
-// A device "cuda" that is there in name only, for tests of device consistency on a build without CUDA: autograd asks for its streams and events
-// before it runs the backward pass of tensors that are said to be on it. To be loaded before torch, and never beside a CUDA build.
+// A fake "cuda" device for tests of device consistency on a build without CUDA. Autograd asks for
+// its streams and events before it runs the backward pass of tensors that claim to be on it. Load
+// it before torch, and never with a CUDA build.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -25,11 +26,18 @@ struct OneDevice : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
   c10::Device getDevice() const override { return kDevice; }
   c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
-  c10::Stream getStream(c10::Device) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, kDevice); }
-  c10::Stream getDefaultStream(c10::Device) const override { return c10::Stream(c10::Stream::DEFAULT, kDevice); }
-  c10::Stream getNewStream(c10::Device, int) const override { return c10::Stream(c10::Stream::DEFAULT, kDevice); }
+  c10::Stream getStream(c10::Device) const noexcept override {
+    return c10::Stream(c10::Stream::DEFAULT, kDevice);
+  }
+  c10::Stream getDefaultStream(c10::Device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, kDevice);
+  }
+  c10::Stream getNewStream(c10::Device, int) const override {
+    return c10::Stream(c10::Stream::DEFAULT, kDevice);
+  }
   c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return stream; }
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void record(void**, const c10::Stream&, const c10::DeviceIndex,
+              const c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}

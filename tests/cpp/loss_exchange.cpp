@@ -1,19 +1,24 @@
-// Trains the losses that Python describes (tests/python/combinations.py), and says what came of it.
+// Trains losses described by Python (tests/python/shared/combinations.py) and writes the results.
 //
 //     loss_exchange IN OUT
 //
-// IN: a list by torch.save, of dicts: "loss", "sampler", "candidates" (descriptions of samplers or None), "options" and "optimizer_options" (as
-// operators take them), "tensors", "optimizer", "state" (by name), "input" and "target" (step by step). OUT: a dict of tensors by
-// the number of the dict and "state.NAME" at the start, "loss.STEP", "gradient.STEP.NAME", and "end.NAME" after flush(). Step i draws from a
-// generator of seed i.
+// IN: a list of dicts, saved by torch.save, with "loss", "sampler", "candidates" (descriptions of
+// samplers, or None), "options" and "optimizer_options" (as operators take them), "tensors",
+// "optimizer", "state" (by name), "input" and "target" (one per step). OUT: a dict of tensors. Each
+// key begins with the index of the dict in IN, followed by "state.NAME" (at the start),
+// "loss.STEP", "gradient.STEP.NAME", or "end.NAME" (after flush()). Step i draws from a generator
+// with seed i.
 //
-// Of "HierarchicalMatcher" the dict has "prototypes" as well: whether each layer begins with them. All layers are trained on all
-// batches; "topk.scores", "topk.labels" and "predicted" are of the first batch, without its targets.
+// For "HierarchicalMatcher" the dict also has "prototypes": whether each layer is initialised from
+// prototypes. All layers are trained on all batches; "topk.scores", "topk.labels" and "predicted"
+// are for the first batch, without its targets.
 //
-// Of "TwoTowerLoss" the dict has "options", "counts" (options or None), "learned" (the temperature), "state" and "steps", each a list of query, item, item_id,
-// vectors and ids of negatives, and weight; gradients are those of query, item, negatives and temperature, which SGD trains.
+// For "TwoTowerLoss" the dict has "options", "counts" (options or None), "learned" (whether the
+// temperature is learned), "state" and "steps". Each step is a list: query, item, item_id, vectors
+// and ids of negatives, and weight. Gradients are those of query, item, negatives and temperature,
+// which SGD trains.
 
-#include "core/options.h"
+#include "op/options.h"
 
 #include <torch/torch.h>
 #include <xsoftmax/xsoftmax.h>
@@ -31,7 +36,9 @@ namespace optim = xsoftmax::optim;
 namespace samplers = xsoftmax::samplers;
 using Sampler = std::shared_ptr<samplers::SamplerImpl>;
 
-Tensor tensor_of(const Dict& dict, const char* name) { return dict.contains(name) ? dict.at(name).toTensor() : Tensor(); }
+Tensor tensor_of(const Dict& dict, const char* name) {
+  return dict.contains(name) ? dict.at(name).toTensor() : Tensor();
+}
 
 struct Static {
   int64_t num_samples = 0;
@@ -57,7 +64,8 @@ Sampler adaptive(const Dict& spec, int64_t num_classes, int64_t dim, bool bias) 
   return std::make_shared<Adaptive>(num_classes, dim, options);
 }
 
-// Counts of a stream, if a sampler has some, and how it follows them; ids are open where buckets are named.
+// Streaming counts, if a sampler has any, and how it follows them. Ids are open if buckets are
+// named.
 struct Stream {
   samplers::StreamingCounts counts = nullptr;
   samplers::FollowOptions follow;
@@ -80,7 +88,8 @@ Stream stream_of(const Dict& spec, int64_t num_classes) {
   if (spec.at("stream").toStringRef().find("buckets") == std::string::npos) {
     options.num_ids = num_classes;
   }
-  return {samplers::StreamingCounts(static_cast<const samplers::StreamingOptions&>(options)), {.refresh_every = options.refresh_every}};
+  return {samplers::StreamingCounts(static_cast<const samplers::StreamingOptions&>(options)),
+          {.refresh_every = options.refresh_every}};
 }
 
 Sampler make_sampler(const Dict& spec, int64_t n, int64_t dim, bool bias) {
@@ -120,16 +129,19 @@ Sampler make_sampler(const Dict& spec, int64_t n, int64_t dim, bool bias) {
   const auto options = parse<Static>(spec);
   if (name == "complement") {
     return spec.contains("sampler")
-        ? std::make_shared<samplers::ComplementSamplerImpl>(make_sampler(spec.at("sampler").toGenericDict(), n, dim, bias), options.num_samples)
+        ? std::make_shared<samplers::ComplementSamplerImpl>(
+              make_sampler(spec.at("sampler").toGenericDict(), n, dim, bias), options.num_samples)
         : std::make_shared<samplers::ComplementSamplerImpl>(n, options.num_samples);
   }
   const samplers::DrawOptions draws{options.shared, options.distinct, tensor_of(spec, "exclude")};
   if (name == "unigram" && spec.contains("stream")) {
     const Stream stream = stream_of(spec, n);
-    return std::make_shared<samplers::UnigramSamplerImpl>(stream.counts, options.num_samples, stream.follow, draws);
+    return std::make_shared<samplers::UnigramSamplerImpl>(stream.counts, options.num_samples,
+                                                          stream.follow, draws);
   }
   if (name == "unigram") {
-    return std::make_shared<samplers::UnigramSamplerImpl>(spec.at("counts").toTensor(), options.num_samples, 0.75, draws);
+    return std::make_shared<samplers::UnigramSamplerImpl>(spec.at("counts").toTensor(),
+                                                          options.num_samples, 0.75, draws);
   }
   if (name == "log_uniform") {
     return std::make_shared<samplers::LogUniformSamplerImpl>(n, options.num_samples, draws);
@@ -138,7 +150,7 @@ Sampler make_sampler(const Dict& spec, int64_t n, int64_t dim, bool bias) {
   return std::make_shared<samplers::UniformSamplerImpl>(n, options.num_samples, draws);
 }
 
-// What constructors of Python take beside modules and tensors.
+// Arguments of Python constructors other than modules and tensors.
 struct Options : nn::SamplingOptions, nn::LossOptions {
   int64_t num_noises = 1, num_candidates = 1, balance_every = 0;
   std::optional<int64_t> beam;
@@ -176,16 +188,24 @@ Loss make_loss(const Dict& in) {
   auto options = parse<Options>(in);
   const Dict tensors = in.at("tensors").toGenericDict();
   const int64_t n = in.at("num_classes").toInt(), dim = in.at("dim").toInt();
-  const auto sampler = [&](const char* key) { return in.at(key).isNone() ? nullptr : make_sampler(in.at(key).toGenericDict(), n, dim, options.bias); };
+  const auto sampler = [&](const char* key) {
+    return in.at(key).isNone() ? nullptr
+                               : make_sampler(in.at(key).toGenericDict(), n, dim, options.bias);
+  };
   options.weight = tensor_of(tensors, "weight");
   const std::string name = in.at("loss").toStringRef();
   if (name == "HierarchicalSoftmaxLoss") {
-    const xsoftmax::LabelTree tree(tensors.at("parents").toTensor(), tensors.at("classes").toTensor());
-    const auto loss = std::make_shared<nn::HierarchicalSoftmaxLossImpl>(dim, tree, options, options.sparse_grad);
-    return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator) { return loss->forward(input, target); }};
+    const xsoftmax::LabelTree tree(tensors.at("parents").toTensor(),
+                                   tensors.at("classes").toTensor());
+    const auto loss =
+        std::make_shared<nn::HierarchicalSoftmaxLossImpl>(dim, tree, options, options.sparse_grad);
+    return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator) {
+              return loss->forward(input, target);
+            }};
   }
   if (name == "BeamTreeLoss") {
-    const xsoftmax::LabelTree tree(tensors.at("parents").toTensor(), tensors.at("classes").toTensor());
+    const xsoftmax::LabelTree tree(tensors.at("parents").toTensor(),
+                                   tensors.at("classes").toTensor());
     const nn::BeamTreeOptions beam{.num_candidates = options.num_candidates,
                                    .num_noises = options.num_noises,
                                    .beam = options.beam,
@@ -195,12 +215,17 @@ Loss make_loss(const Dict& in) {
                                    .balance_every = options.balance_every,
                                    .sparse_grad = options.sparse_grad};
     const auto loss = std::make_shared<nn::BeamTreeLossImpl>(dim, tree, beam, options);
-    return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator generator) { return loss->forward(input, target, generator); }};
+    return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator generator) {
+              return loss->forward(input, target, generator);
+            }};
   }
   if (name == "SampledSoftmaxLoss") {
     options.head = tensor_of(tensors, "head");
-    const auto loss = std::make_shared<nn::SampledSoftmaxLossImpl>(dim, n, sampler("sampler"), options, options);
-    return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator generator) { return loss->forward(input, target, generator); }};
+    const auto loss =
+        std::make_shared<nn::SampledSoftmaxLossImpl>(dim, n, sampler("sampler"), options, options);
+    return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator generator) {
+              return loss->forward(input, target, generator);
+            }};
   }
   const nn::CaneOptions cane{.candidates = tensor_of(tensors, "candidates"),
                              .candidate_sampler = sampler("candidates"),
@@ -209,18 +234,24 @@ Loss make_loss(const Dict& in) {
                              .noise_reduction = options.noise_reduction,
                              .sparse_grad = options.sparse_grad};
   const auto loss = std::make_shared<nn::CaneLossImpl>(dim, n, cane, options);
-  return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator generator) { return loss->forward(input, target, std::nullopt, generator); }};
+  return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator generator) {
+            return loss->forward(input, target, std::nullopt, generator);
+          }};
 }
 
-std::unique_ptr<optim::RowOptimizer> make_optimizer(const Dict& in, const std::vector<Tensor>& parameters) {
+std::unique_ptr<optim::RowOptimizer> make_optimizer(const Dict& in,
+                                                    const std::vector<Tensor>& parameters) {
   const std::string name = in.at("optimizer").toStringRef();
   if (name == "RowSGD") {
-    return std::make_unique<optim::RowSGD>(parameters, parse<optim::RowSGDOptions>(in, "optimizer_options"));
+    return std::make_unique<optim::RowSGD>(parameters,
+                                           parse<optim::RowSGDOptions>(in, "optimizer_options"));
   }
   if (name == "RowAdam") {
-    return std::make_unique<optim::RowAdam>(parameters, parse<optim::RowAdamOptions>(in, "optimizer_options"));
+    return std::make_unique<optim::RowAdam>(parameters,
+                                            parse<optim::RowAdamOptions>(in, "optimizer_options"));
   }
-  return std::make_unique<optim::RowAdagrad>(parameters, parse<optim::RowAdagradOptions>(in, "optimizer_options"));
+  return std::make_unique<optim::RowAdagrad>(
+      parameters, parse<optim::RowAdagradOptions>(in, "optimizer_options"));
 }
 
 void write_state(const torch::nn::Module& module, const std::string& prefix, Results& out) {
@@ -236,21 +267,23 @@ void read_state(torch::nn::Module& module, const Dict& state) {
   torch::NoGradGuard guard;
   for (auto& tensors : {module.named_parameters(), module.named_buffers()}) {
     for (const auto& item : tensors) {
-      if (state.contains(item.key())) { // Python compares the names
+      if (state.contains(item.key())) { // Python compares the names of the rest
         Tensor(item.value()).copy_(state.at(item.key()).toTensor());
       }
     }
   }
 }
 
-// Takes the optimizer's step of a loss, and notes the loss and its gradients.
-void take_step(const torch::nn::Module& module, optim::RowOptimizer& optimizer, const Tensor& value, int64_t step, Results& out) {
+// Takes one training step of a loss and records the loss and its gradients.
+void take_step(const torch::nn::Module& module, optim::RowOptimizer& optimizer, const Tensor& value,
+               int64_t step, Results& out) {
   value.sum().backward();
   out.insert("loss." + std::to_string(step), value.detach());
   for (const auto& item : module.named_parameters()) {
     if (item.value().grad().defined()) {
       const Tensor grad = item.value().grad();
-      out.insert("gradient." + std::to_string(step) + "." + item.key(), (grad.is_sparse() ? grad.to_dense() : grad).clone());
+      out.insert("gradient." + std::to_string(step) + "." + item.key(),
+                 (grad.is_sparse() ? grad.to_dense() : grad).clone());
     }
   }
   optimizer.step();
@@ -267,7 +300,8 @@ Results run(const Dict& in) {
     at::Generator generator = at::detail::createCPUGenerator();
     generator.set_current_seed(step);
     optimizer->zero_grad();
-    const Tensor input = inputs[step].clone(); // a slice would be aligned in another way, and products rounded
+    // A slice would have another alignment, which changes how products are rounded.
+    const Tensor input = inputs[step].clone();
     const Tensor value = loss.call(input, targets[step], generator);
     take_step(*loss.module, *optimizer, value, step, out);
   }
@@ -327,12 +361,14 @@ Results run_towers(const Dict& in) {
     for (const c10::IValue& part : steps.toListRef()[i].toListRef()) {
       given.push_back(part.toTensor());
     }
-    std::vector<std::pair<std::string, Tensor>> trained{{"query", given[0].clone()}, {"item", given[1].clone()}, {"negatives", given[3].clone()}};
+    std::vector<std::pair<std::string, Tensor>> trained{
+        {"query", given[0].clone()}, {"item", given[1].clone()}, {"negatives", given[3].clone()}};
     for (auto& [name, vectors] : trained) {
       vectors.requires_grad_();
     }
     loss->zero_grad();
-    const Tensor value = loss(trained[0].second, trained[1].second, given[2], std::make_tuple(trained[2].second, given[4]), given[5]);
+    const Tensor value = loss(trained[0].second, trained[1].second, given[2],
+                              std::make_tuple(trained[2].second, given[4]), given[5]);
     value.sum().backward();
     if (in.at("learned").toBool()) {
       trained.emplace_back("temperature", loss->temperature);
@@ -353,14 +389,17 @@ Results run_towers(const Dict& in) {
 int main(int argc, char** argv) {
   TORCH_CHECK(argc == 3, "usage: loss_exchange IN OUT");
   std::ifstream file(argv[1], std::ios::binary);
-  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  const std::vector<char> bytes{std::istreambuf_iterator<char>(file),
+                                std::istreambuf_iterator<char>()};
   Results out;
   int64_t number = 0;
   const c10::IValue tasks = torch::pickle_load(bytes);
   for (const c10::IValue& in : tasks.toListRef()) {
     const Dict task = in.toGenericDict();
     const std::string& loss = task.at("loss").toStringRef();
-    const auto train = loss == "TwoTowerLoss" ? run_towers : loss == "HierarchicalMatcher" ? run_matcher : run;
+    const auto train = loss == "TwoTowerLoss" ? run_towers
+        : loss == "HierarchicalMatcher"       ? run_matcher
+                                              : run;
     for (const auto& result : train(task)) {
       out.insert(std::to_string(number) + "." + result.key(), result.value());
     }

@@ -1,4 +1,5 @@
-// What allocates nothing, in a program whose operator new counts. Not under sanitizers, which have their own.
+// Operations that must not allocate, checked with a counting operator new. Not built with
+// sanitizers, which replace operator new themselves.
 
 #include <xsoftmax/xsoftmax.h>
 
@@ -27,7 +28,8 @@ using torch::Tensor;
 // 64 nodes with 64 labels each.
 c10::intrusive_ptr<xsoftmax::XRLinear> make_wide() {
   const auto layer = [](int64_t parents) {
-    const Tensor child = torch::arange(64).to(torch::kByte).repeat({parents}), value = torch::rand({parents * 64});
+    const Tensor child = torch::arange(64).to(torch::kByte).repeat({parents}),
+                 value = torch::rand({parents * 64});
     return std::vector<Tensor>{torch::arange(parents + 1) * 64,
                                torch::arange(parents + 1),
                                torch::zeros({parents}, torch::kInt),
@@ -35,15 +37,19 @@ c10::intrusive_ptr<xsoftmax::XRLinear> make_wide() {
                                child,
                                value};
   };
-  return c10::make_intrusive<xsoftmax::XRLinear>(1, 1.0, "l3-hinge", torch::arange(64 * 64), std::vector<std::vector<Tensor>>{layer(1), layer(64)});
+  return c10::make_intrusive<xsoftmax::XRLinear>(
+      1, 1.0, "l3-hinge", torch::arange(64 * 64),
+      std::vector<std::vector<Tensor>>{layer(1), layer(64)});
 }
 
 TEST(XRLinear, ASearchAllocatesNothingOnceWarm) {
   const auto model = make_wide();
-  const Tensor offsets = torch::tensor({0, 1}, torch::kLong), columns = torch::tensor({0}, torch::kInt), values = torch::tensor({1.0f});
+  const Tensor offsets = torch::tensor({0, 1}, torch::kLong),
+               columns = torch::tensor({0}, torch::kInt), values = torch::tensor({1.0f});
   const auto used = [&](int64_t beam) {
     const int64_t before = allocations;
-    const auto [ends, labels, scores] = model->predict(offsets, columns, values, xsoftmax::XRLinearPredictOptions().topk(5).beam(beam));
+    const auto [ends, labels, scores] = model->predict(
+        offsets, columns, values, xsoftmax::XRLinearPredictOptions().topk(5).beam(beam));
     EXPECT_EQ(labels.size(0), 5);
     return allocations - before;
   };
@@ -51,9 +57,11 @@ TEST(XRLinear, ASearchAllocatesNothingOnceWarm) {
   EXPECT_GT(cold, wide); // the workspace grows
   EXPECT_EQ(wide, narrow);
   const int64_t before = allocations;
-  const Tensor labels = torch::empty({1, 5}, torch::kLong), scores = torch::empty({1, 5}), ends = torch::empty({2}, torch::kLong);
-  const Tensor some_labels = labels.view({-1}).narrow(0, 0, 5), some_scores = scores.view({-1}).narrow(0, 0, 5);
-  EXPECT_EQ(wide, allocations - before); // what remains are the tensors of the result
+  const Tensor labels = torch::empty({1, 5}, torch::kLong), scores = torch::empty({1, 5}),
+               ends = torch::empty({2}, torch::kLong);
+  const Tensor some_labels = labels.view({-1}).narrow(0, 0, 5),
+               some_scores = scores.view({-1}).narrow(0, 0, 5);
+  EXPECT_EQ(wide, allocations - before); // the only allocations are the result tensors
 }
 
 } // namespace

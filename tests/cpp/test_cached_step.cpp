@@ -1,4 +1,4 @@
-// Gradients of a batch in chunks: those of one step.
+// Gradients computed in chunks of a batch equal those of one step.
 
 #include <xsoftmax/xsoftmax.h>
 
@@ -20,9 +20,12 @@ struct Towers {
 
   std::vector<xsoftmax::CachedTower> parts() {
     return {{[this](const Vectors& inputs) { return dropout(query(inputs[0])); }, {queries}},
-            {[this](const Vectors& inputs) { return item(inputs[0]) * inputs[1]; }, {items, torch::ones({7, 1})}}};
+            {[this](const Vectors& inputs) { return item(inputs[0]) * inputs[1]; },
+             {items, torch::ones({7, 1})}}};
   }
-  std::vector<Tensor> gradients() const { return {query->weight.grad(), query->bias.grad(), item->weight.grad(), item->bias.grad()}; }
+  std::vector<Tensor> gradients() const {
+    return {query->weight.grad(), query->bias.grad(), item->weight.grad(), item->bias.grad()};
+  }
 };
 
 TEST(CachedStep, GivesTheGradientsOfOneStep) {
@@ -37,19 +40,25 @@ TEST(CachedStep, GivesTheGradientsOfOneStep) {
       to->bias.copy_(from->bias);
     }
     chunks.queries = once.queries, chunks.items = once.items;
-    const auto loss_of = [](Towers& towers) { return [&](const Vectors& vectors) { return towers.loss(vectors[0], vectors[1], towers.item_id); }; };
+    const auto loss_of = [](Towers& towers) {
+      return [&](const Vectors& vectors) {
+        return towers.loss(vectors[0], vectors[1], towers.item_id);
+      };
+    };
     torch::manual_seed(9);
     const Tensor value = xsoftmax::cached_step(loss_of(chunks), chunks.parts(), chunk);
     EXPECT_FALSE(value.requires_grad());
     const Tensor after = torch::rand({1});
     torch::manual_seed(9);
-    Vectors rows; // the masks of dropout are those of the chunks
+    Vectors rows; // dropout masks are drawn per chunk
     for (int64_t begin = 0; begin < 7; begin += chunk) {
       rows.push_back(once.parts()[0].tower({once.queries.slice(0, begin, begin + chunk)}));
     }
-    const Tensor want = loss_of(once)({torch::cat(rows), once.parts()[1].tower(once.parts()[1].inputs)});
+    const Tensor want =
+        loss_of(once)({torch::cat(rows), once.parts()[1].tower(once.parts()[1].inputs)});
     want.backward();
-    EXPECT_TRUE(torch::rand({1}).equal(after)); // the second pass leaves the generator where one step does
+    // The second pass leaves the generator in the state it has after one step.
+    EXPECT_TRUE(torch::rand({1}).equal(after));
     EXPECT_TRUE(torch::allclose(value, want));
     for (size_t i = 0; i < once.gradients().size(); ++i) {
       EXPECT_TRUE(torch::allclose(chunks.gradients()[i], once.gradients()[i], 1e-4, 1e-6)) << i;
@@ -61,9 +70,15 @@ TEST(CachedStep, RefusesWhatDoesNotFit) {
   Towers towers;
   const auto loss = [](const Vectors& vectors) { return vectors[0].sum(); };
   EXPECT_THROW(xsoftmax::cached_step(loss, towers.parts(), 0), c10::ValueError);
-  EXPECT_THROW(xsoftmax::cached_step(loss, {{[](const Vectors& x) { return x[0]; }, {}}}, 2), c10::ValueError);
-  EXPECT_THROW(xsoftmax::cached_step(loss, {{[](const Vectors& x) { return x[0].sum(0); }, {towers.queries}}}, 2), c10::ValueError);
-  EXPECT_THROW(xsoftmax::cached_step(loss, {{[](const Vectors& x) { return x[0]; }, {towers.queries, torch::ones({3})}}}, 2), c10::ValueError);
+  EXPECT_THROW(xsoftmax::cached_step(loss, {{[](const Vectors& x) { return x[0]; }, {}}}, 2),
+               c10::ValueError);
+  EXPECT_THROW(xsoftmax::cached_step(
+                   loss, {{[](const Vectors& x) { return x[0].sum(0); }, {towers.queries}}}, 2),
+               c10::ValueError);
+  EXPECT_THROW(
+      xsoftmax::cached_step(
+          loss, {{[](const Vectors& x) { return x[0]; }, {towers.queries, torch::ones({3})}}}, 2),
+      c10::ValueError);
   bool called = false;
   xsoftmax::cached_step(loss, towers.parts(), 2, [&](const Tensor& value) {
     called = true;

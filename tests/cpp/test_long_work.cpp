@@ -1,4 +1,4 @@
-// Work that takes long, from C++: who looks on, who stops it, and what is left then.
+// Progress handlers and interruption of long-running work, from C++.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -15,9 +15,10 @@ using xsoftmax::LabelTree;
 
 const xsoftmax::TreeFromVectors kForever{.arity = 10, .iterations = 1'000'000};
 
-/// Sets the handler of this thread for the length of a test.
+/// Sets this thread's handler for the duration of a test.
 struct Watching {
-  explicit Watching(xsoftmax::ProgressHandler handler) : before(xsoftmax::set_progress_handler(std::move(handler))) {}
+  explicit Watching(xsoftmax::ProgressHandler handler)
+      : before(xsoftmax::set_progress_handler(std::move(handler))) {}
   ~Watching() { xsoftmax::set_progress_handler(std::move(before)); }
   xsoftmax::ProgressHandler before;
 };
@@ -36,12 +37,13 @@ TEST(LongWork, TellsHowFarItIs) {
 }
 
 TEST(LongWork, AHandlerThatThrowsStopsIt) {
-  const Watching watching([](const std::string&, int64_t, int64_t) { throw std::runtime_error("enough"); });
+  const Watching watching(
+      [](const std::string&, int64_t, int64_t) { throw std::runtime_error("enough"); });
   EXPECT_THROW(LabelTree::from_vectors(torch::randn({20'000, 16}), kForever), std::runtime_error);
 }
 
 TEST(LongWork, InterruptStopsItFromAnotherThread) {
-  xsoftmax::interrupt(); // of nothing: what begins later is not concerned
+  xsoftmax::interrupt(); // nothing is running, and work that starts later is not affected
   EXPECT_NO_THROW(LabelTree::from_vectors(torch::randn({100, 16}), {.arity = 10}));
   std::chrono::steady_clock::time_point asked;
   std::thread other([&] {
@@ -49,7 +51,8 @@ TEST(LongWork, InterruptStopsItFromAnotherThread) {
     asked = std::chrono::steady_clock::now();
     xsoftmax::interrupt();
   });
-  EXPECT_THROW(LabelTree::from_vectors(torch::randn({20'000, 16}), kForever), xsoftmax::Interrupted);
+  EXPECT_THROW(LabelTree::from_vectors(torch::randn({20'000, 16}), kForever),
+               xsoftmax::Interrupted);
   EXPECT_LT(std::chrono::steady_clock::now() - asked, std::chrono::seconds(1));
   other.join();
 }

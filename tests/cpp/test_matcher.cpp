@@ -1,4 +1,5 @@
-// Hierarchical linear models without Python: made, saved, loaded, asked; files of examples.
+// Hierarchical linear models without Python: building, saving, loading, prediction; files of
+// examples.
 
 #include <xsoftmax/xsoftmax.h>
 
@@ -30,46 +31,62 @@ class Folder {
 
 Tensor longs(const std::vector<int64_t>& values) { return torch::tensor(values, torch::kLong); }
 
-// Two nodes, two labels below each; feature 0 speaks for the first node, feature 1 for the second, feature 2 for the second label of each.
+// Two nodes with two labels each. Feature 0 indicates the first node, feature 1 the second node,
+// feature 2 the second label of each node.
 c10::intrusive_ptr<xsoftmax::XRLinear> make(torch::Dtype dtype = torch::kFloat) {
-  const auto ints = [](const std::vector<int32_t>& values) { return torch::tensor(values, torch::kInt); };
-  const auto bytes = [](const std::vector<int64_t>& values) { return torch::tensor(values, torch::kLong).to(torch::kByte); };
+  const auto ints = [](const std::vector<int32_t>& values) {
+    return torch::tensor(values, torch::kInt);
+  };
+  const auto bytes = [](const std::vector<int64_t>& values) {
+    return torch::tensor(values, torch::kLong).to(torch::kByte);
+  };
   const auto values = [&](const std::vector<float>& some) { return torch::tensor(some).to(dtype); };
-  const std::vector<Tensor> top{longs({0, 2}), longs({0, 2}), ints({0, 1}), bytes({0, 0}), bytes({0, 1}), values({1.0f, 1.0f})};
-  const std::vector<Tensor> low{longs({0, 2, 4}),    longs({0, 2, 4}),    ints({2, 3, 2, 3}),
-                                bytes({0, 0, 0, 0}), bytes({1, 0, 1, 0}), values({1.0f, 0.5f, 1.0f, 0.5f})};
-  return c10::make_intrusive<xsoftmax::XRLinear>(3, 1.0, "l1-hinge", longs({2, 0, 3, 1}), std::vector<std::vector<Tensor>>{top, low});
+  const std::vector<Tensor> top{longs({0, 2}), longs({0, 2}), ints({0, 1}),
+                                bytes({0, 0}), bytes({0, 1}), values({1.0f, 1.0f})};
+  const std::vector<Tensor> low{longs({0, 2, 4}),    longs({0, 2, 4}),
+                                ints({2, 3, 2, 3}),  bytes({0, 0, 0, 0}),
+                                bytes({1, 0, 1, 0}), values({1.0f, 0.5f, 1.0f, 0.5f})};
+  return c10::make_intrusive<xsoftmax::XRLinear>(3, 1.0, "l1-hinge", longs({2, 0, 3, 1}),
+                                                 std::vector<std::vector<Tensor>>{top, low});
 }
 
 struct Query { Tensor offsets, columns, values; };
 
-Query query() { return {longs({0, 2}), torch::tensor({1, 2}, torch::kInt), torch::tensor({1.0f, 1.0f})}; }
+Query query() {
+  return {longs({0, 2}), torch::tensor({1, 2}, torch::kInt), torch::tensor({1.0f, 1.0f})};
+}
 
 TEST(XRLinear, FindsTheBestLabels) {
   const auto model = make();
   const auto [offsets, columns, values] = query();
-  const auto [ends, labels, scores] = model->predict(offsets, columns, values, xsoftmax::XRLinearPredictOptions().topk(4).beam(2));
+  const auto [ends, labels, scores] =
+      model->predict(offsets, columns, values, xsoftmax::XRLinearPredictOptions().topk(4).beam(2));
   EXPECT_TRUE(ends.equal(longs({0, 4})));
   // Nodes: e^-1 and 1. Labels of a node: bias 0.5 against feature 2.
   const float half = std::exp(-0.5f), one = std::exp(-1.0f);
   EXPECT_TRUE(torch::allclose(scores, torch::tensor({1.0f, half, one, one * half})));
   EXPECT_TRUE(labels.equal(longs({1, 3, 0, 2})));
-  const auto alone = model->predict(offsets, columns, values, xsoftmax::XRLinearPredictOptions().topk(4).beam(1));
+  const auto alone =
+      model->predict(offsets, columns, values, xsoftmax::XRLinearPredictOptions().topk(4).beam(1));
   EXPECT_TRUE(std::get<1>(alone).equal(longs({1, 3})));
 }
 
 TEST(XRLinear, GivesTheBestAsTensors) {
   const auto model = make();
   const auto [offsets, columns, values] = query();
-  const auto options = xsoftmax::XRLinearPredictOptions().topk(3).beam(1); // which finds two
+  const auto options = xsoftmax::XRLinearPredictOptions().topk(3).beam(1); // finds only two labels
   const auto [scores, labels] = model->topk(offsets, columns, values, options);
   EXPECT_TRUE(labels.equal(longs({1, 3, -1}).unsqueeze(0)));
   EXPECT_TRUE(torch::allclose(scores, torch::tensor({{1.0f, std::exp(-0.5f), 0.0f}})));
-  const auto others = std::get<1>(model->topk(offsets, columns, values, xsoftmax::XRLinearPredictOptions().topk(2).beam(2), longs({1, -1}).unsqueeze(0)));
+  const auto others = std::get<1>(model->topk(offsets, columns, values,
+                                              xsoftmax::XRLinearPredictOptions().topk(2).beam(2),
+                                              longs({1, -1}).unsqueeze(0)));
   EXPECT_TRUE(others.equal(longs({3, 0}).unsqueeze(0)));
-  const auto dense = xsoftmax::XRLinearPredictOptions(options).dense(torch::tensor({{0.0f, 1.0f, 1.0f}}));
+  const auto dense =
+      xsoftmax::XRLinearPredictOptions(options).dense(torch::tensor({{0.0f, 1.0f, 1.0f}}));
   const auto nothing = torch::zeros({0});
-  EXPECT_TRUE(std::get<1>(model->topk(longs({0, 0}), nothing.to(torch::kInt), nothing, dense)).equal(labels));
+  EXPECT_TRUE(std::get<1>(model->topk(longs({0, 0}), nothing.to(torch::kInt), nothing, dense))
+                  .equal(labels));
   EXPECT_THROW(model->topk(offsets, columns, values, options, longs({1})), c10::ValueError);
 }
 
@@ -77,7 +94,7 @@ TEST(XRLinear, ComesBackFromItsFile) {
   const Folder folder;
   for (const auto dtype : {torch::kFloat, torch::kHalf}) {
     const auto model = make(dtype);
-    model->save((folder / "model").string()); // the second one takes the place of the first
+    model->save((folder / "model").string()); // the second model replaces the first
     const auto loaded = xsoftmax::XRLinear::load((folder / "model").string());
     EXPECT_EQ(loaded->transform(), "l1-hinge");
     EXPECT_EQ(loaded->notes(), "");
@@ -94,7 +111,8 @@ TEST(XRLinear, ComesBackFromItsFile) {
       }
     }
     const auto [offsets, columns, values] = query();
-    EXPECT_TRUE(std::get<2>(loaded->predict(offsets, columns, values)).equal(std::get<2>(model->predict(offsets, columns, values))));
+    EXPECT_TRUE(std::get<2>(loaded->predict(offsets, columns, values))
+                    .equal(std::get<2>(model->predict(offsets, columns, values))));
   }
   fs::resize_file(folder / "model" / "model.bin", 500);
   EXPECT_THROW(xsoftmax::XRLinear::load((folder / "model").string()), c10::ValueError);
@@ -115,7 +133,10 @@ TEST(ReadExamples, ReadsAndNamesWhatIsWrong) {
     xsoftmax::read_examples(path.string());
     FAIL() << "expected an error";
   } catch (const c10::ValueError& error) {
-    EXPECT_NE(std::string(error.what()).find("data.txt:2: expected features in [0, 3), got \"3:1\""), std::string::npos) << error.what();
+    EXPECT_NE(
+        std::string(error.what()).find("data.txt:2: expected features in [0, 3), got \"3:1\""),
+        std::string::npos)
+        << error.what();
   }
 }
 

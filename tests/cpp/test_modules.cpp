@@ -1,4 +1,5 @@
-// The C++ losses and samplers: the functional operators on the samplers' draws, the state of their Python namesakes, training.
+// C++ losses and samplers: agreement with the functional operators on the samplers' draws, state
+// names of the Python modules, training.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -29,10 +30,12 @@ at::Generator generator(uint64_t seed) {
 using Sampler = std::shared_ptr<samplers::SamplerImpl>;
 
 Sampler uniform(int64_t num_samples = 8, std::optional<bool> shared = {}) {
-  return samplers::UniformSampler(kClasses, num_samples, samplers::DrawOptions{.shared = shared}).ptr();
+  return samplers::UniformSampler(kClasses, num_samples, samplers::DrawOptions{.shared = shared})
+      .ptr();
 }
 
-Tensor cross_entropy(xsoftmax::nn::LinearLossImpl& loss, const Tensor& input, const Tensor& target) {
+Tensor cross_entropy(xsoftmax::nn::LinearLossImpl& loss, const Tensor& input,
+                     const Tensor& target) {
   return F::cross_entropy(loss.linear->forward(input), target);
 }
 
@@ -46,8 +49,9 @@ class Modules : public testing::Test {
 
 TEST_F(Modules, SoftTargetsLogProbabilitiesAndEntropyAreThoseOfDenseLogits) {
   LinearCrossEntropyLoss loss(kWidth, kClasses, LossOptions{.bias = true});
-  SampledSoftmaxLoss sampled(kWidth, kClasses, samplers::FixedSampler(kClasses, torch::arange(kClasses)).ptr(), SamplingOptions{},
-                             LossOptions{.linear = loss->linear});
+  SampledSoftmaxLoss sampled(kWidth, kClasses,
+                             samplers::FixedSampler(kClasses, torch::arange(kClasses)).ptr(),
+                             SamplingOptions{}, LossOptions{.linear = loss->linear});
   const Tensor ids = torch::randint(kClasses, {7, 3}), prob = torch::rand({7, 3});
   const Tensor log_p = torch::log_softmax(loss->linear->forward(input), -1);
   EXPECT_TRUE(torch::allclose(loss->log_prob(input, ids), log_p.gather(1, ids), 1e-5, 1e-5));
@@ -56,7 +60,9 @@ TEST_F(Modules, SoftTargetsLogProbabilitiesAndEntropyAreThoseOfDenseLogits) {
   const Tensor want = -(prob * log_p.gather(1, ids)).sum(1).mean();
   EXPECT_TRUE(torch::allclose(loss->forward(input, ids, prob), want, 1e-5, 1e-5));
   EXPECT_TRUE(torch::allclose(loss->exact(input, ids, prob), want, 1e-5, 1e-5));
-  EXPECT_TRUE(torch::allclose(sampled->forward(input, ids, generator(5), std::nullopt, std::nullopt, prob), want, 1e-5, 1e-5));
+  EXPECT_TRUE(
+      torch::allclose(sampled->forward(input, ids, generator(5), std::nullopt, std::nullopt, prob),
+                      want, 1e-5, 1e-5));
   EXPECT_THROW(loss->forward(input, ids, prob.narrow(1, 0, 2)), c10::Error);
 }
 
@@ -64,16 +70,19 @@ TEST_F(Modules, SampledLossIsTheOpOnTheSamplersDraws) {
   for (const std::string estimator : {"sampled_softmax", "ranking"}) {
     for (const bool shared : {true, false}) {
       const SamplingOptions sampling{.estimator = estimator, .head = torch::arange(4)};
-      SampledSoftmaxLoss loss(kWidth, kClasses, uniform(8, shared), sampling, LossOptions{.bias = true});
+      SampledSoftmaxLoss loss(kWidth, kClasses, uniform(8, shared), sampling,
+                              LossOptions{.bias = true});
       const Tensor got = loss->forward(input, target, generator(5));
 
-      const auto drawn = loss->sampler->sample(input, target.masked_fill(target.lt(0), -1), generator(5));
+      const auto drawn =
+          loss->sampler->sample(input, target.masked_fill(target.lt(0), -1), generator(5));
       EXPECT_GE(drawn.at(0).ids.min().item<int64_t>(), 4);
       EXPECT_EQ(drawn.at(0).distinct, shared);
       xsoftmax::SampledSoftmaxOptions options;
       options.estimator = estimator;
-      const Tensor want = xsoftmax::sampled_softmax_loss(input, loss->linear->weight, loss->linear->bias, target,
-                                                         {{torch::arange(4), torch::zeros(4), {}, true}, drawn.at(0)}, options);
+      const Tensor want = xsoftmax::sampled_softmax_loss(
+          input, loss->linear->weight, loss->linear->bias, target,
+          {{torch::arange(4), torch::zeros(4), {}, true}, drawn.at(0)}, options);
       EXPECT_TRUE(torch::equal(got, want)) << estimator << ", shared " << shared;
       EXPECT_TRUE(std::isfinite(got.item<float>()));
     }
@@ -91,15 +100,19 @@ TEST_F(Modules, DrawsAreThoseOfTheSeed) {
 }
 
 TEST_F(Modules, EvalIsExact) {
-  SampledSoftmaxLoss loss(kWidth, kClasses, uniform(), SamplingOptions{}, LossOptions{.bias = true});
+  SampledSoftmaxLoss loss(kWidth, kClasses, uniform(), SamplingOptions{},
+                          LossOptions{.bias = true});
   loss->eval();
   EXPECT_TRUE(torch::allclose(loss->forward(input, target), cross_entropy(*loss, input, target)));
-  // [B, T, D] and "none" as well, and class weights.
+  // Also [B, T, D], reduction "none" and class weights.
   const Tensor weight = torch::linspace(0.1, 2, kClasses);
-  LinearCrossEntropyLoss none(kWidth, kClasses, LossOptions{.weight = weight, .reduction = "none", .ignore_index = 17});
-  const Tensor sequences = torch::randn({2, 3, kWidth}), targets = torch::randint(kClasses, {2, 3}, torch::kLong);
-  const Tensor want = F::cross_entropy(none->linear->forward(sequences).flatten(0, 1), targets.flatten(),
-                                       F::CrossEntropyFuncOptions().weight(weight).ignore_index(17).reduction(torch::kNone));
+  LinearCrossEntropyLoss none(
+      kWidth, kClasses, LossOptions{.weight = weight, .reduction = "none", .ignore_index = 17});
+  const Tensor sequences = torch::randn({2, 3, kWidth}),
+               targets = torch::randint(kClasses, {2, 3}, torch::kLong);
+  const Tensor want = F::cross_entropy(
+      none->linear->forward(sequences).flatten(0, 1), targets.flatten(),
+      F::CrossEntropyFuncOptions().weight(weight).ignore_index(17).reduction(torch::kNone));
   EXPECT_TRUE(torch::allclose(none->forward(sequences, targets), want.view({2, 3})));
 }
 
@@ -119,7 +132,8 @@ TEST_F(Modules, LogitsAreScaledAndCapped) {
   const LossOptions options{.bias = true, .logit_scale = 1.7, .softcap = 3.0, .z_loss = 0.1};
   const auto check = [&](xsoftmax::nn::LinearLossImpl& loss) {
     const Tensor logits = 3.0 * (loss.linear->forward(input) * (1.7 / 3.0)).tanh();
-    const Tensor z = logits.logsumexp(1).square().index_select(0, target.ge(0).nonzero().squeeze(1)).mean();
+    const Tensor z =
+        logits.logsumexp(1).square().index_select(0, target.ge(0).nonzero().squeeze(1)).mean();
     EXPECT_TRUE(loss.exact(input, target).allclose(F::cross_entropy(logits, target) + 0.1 * z));
     EXPECT_TRUE(loss.log_prob(input).allclose(logits.log_softmax(1)));
     const auto [values, ids] = loss.topk(input, 3);
@@ -128,7 +142,8 @@ TEST_F(Modules, LogitsAreScaledAndCapped) {
   };
   LinearCrossEntropyLoss exact(kWidth, kClasses, options);
   check(*exact);
-  SampledSoftmaxLoss sampled(kWidth, kClasses, Sampler(), SamplingOptions{.head = torch::arange(kClasses)}, options);
+  SampledSoftmaxLoss sampled(kWidth, kClasses, Sampler(),
+                             SamplingOptions{.head = torch::arange(kClasses)}, options);
   check(*sampled);
   EXPECT_TRUE(sampled->forward(input, target).allclose(sampled->exact(input, target)));
 }
@@ -137,10 +152,13 @@ TEST_F(Modules, PredictionLeavesOutWhatIsExcluded) {
   LinearCrossEntropyLoss loss(kWidth, kClasses, LossOptions{.bias = true});
   const Tensor sequences = torch::randn({2, 3, kWidth});
   Tensor exclude = torch::randint(kClasses, {2, 3, 5}, torch::kLong);
-  exclude.index_put_({torch::indexing::Slice(), 0, torch::indexing::Slice(1)}, -1);  // the first of each sequence: one id, and padding
-  // One more class takes the padding.
+  exclude.index_put_({torch::indexing::Slice(), 0, torch::indexing::Slice(1)},
+                     -1);  // the first of each sequence: one id, and padding
+  // An extra class absorbs the padding.
   const Tensor places = torch::where(exclude < 0, kClasses, exclude);
-  const Tensor mask = torch::zeros({2, 3, kClasses + 1}).scatter(-1, places, -std::numeric_limits<double>::infinity()).narrow(-1, 0, kClasses);
+  const Tensor mask = torch::zeros({2, 3, kClasses + 1})
+                          .scatter(-1, places, -std::numeric_limits<double>::infinity())
+                          .narrow(-1, 0, kClasses);
   const Tensor without = torch::log_softmax(loss->linear->forward(sequences), -1) + mask;
   const auto [want_values, want_ids] = without.topk(4);
   const auto [values, ids] = loss->topk(sequences, 4, exclude);
@@ -149,61 +167,83 @@ TEST_F(Modules, PredictionLeavesOutWhatIsExcluded) {
 }
 
 TEST_F(Modules, HeadOfAllButOneClassIsExact) {
-  SampledSoftmaxLoss loss(kWidth, kClasses, uniform(1), SamplingOptions{.head = torch::arange(kClasses - 1)});
-  EXPECT_TRUE(torch::allclose(loss->forward(input, target), cross_entropy(*loss, input, target), 1e-4));
+  SampledSoftmaxLoss loss(kWidth, kClasses, uniform(1),
+                          SamplingOptions{.head = torch::arange(kClasses - 1)});
+  EXPECT_TRUE(
+      torch::allclose(loss->forward(input, target), cross_entropy(*loss, input, target), 1e-4));
 }
 
 TEST_F(Modules, HeadMayBeAnyIds) {
   const Tensor head = torch::tensor({30, 2, 17}, torch::kLong);
-  SampledSoftmaxLoss loss(kWidth, kClasses, samplers::LogUniformSampler(kClasses, kClasses - 3).ptr(), SamplingOptions{.head = head});
+  SampledSoftmaxLoss loss(kWidth, kClasses,
+                          samplers::LogUniformSampler(kClasses, kClasses - 3).ptr(),
+                          SamplingOptions{.head = head});
   EXPECT_TRUE(torch::equal(loss->head, std::get<0>(head.sort())));
   EXPECT_TRUE(loss->sampler->log_count(input, head).isneginf().all().item<bool>());
-  EXPECT_TRUE(torch::allclose(loss->forward(input, target), cross_entropy(*loss, input, target), 1e-4));
+  EXPECT_TRUE(
+      torch::allclose(loss->forward(input, target), cross_entropy(*loss, input, target), 1e-4));
 }
 
 TEST_F(Modules, StateHasTheNamesOfPython) {
-  SampledSoftmaxLoss loss(kWidth, kClasses, samplers::InBatchSampler(kClasses).ptr(), SamplingOptions{},
+  SampledSoftmaxLoss loss(kWidth, kClasses, samplers::InBatchSampler(kClasses).ptr(),
+                          SamplingOptions{},
                           LossOptions{.bias = true, .weight = torch::ones(kClasses)});
   std::set<std::string> names;
   for (const auto& item : loss->named_parameters()) names.insert(item.key());
   for (const auto& item : loss->named_buffers()) names.insert(item.key());
-  for (const std::string name : {"linear.weight", "linear.bias", "weight", "sampler.counts", "sampler.total"}) {
+  for (const std::string name :
+       {"linear.weight", "linear.bias", "weight", "sampler.counts", "sampler.total"}) {
     EXPECT_EQ(names.count(name), 1u) << name;
   }
 }
 
 TEST_F(Modules, SaveAndLoadKeepWhatTrainingMade) {
-  const auto make = [] { return SampledSoftmaxLoss(kWidth, kClasses, samplers::InBatchSampler(kClasses).ptr(), SamplingOptions{}, LossOptions{.bias = true}); };
+  const auto make = [] {
+    return SampledSoftmaxLoss(kWidth, kClasses, samplers::InBatchSampler(kClasses).ptr(),
+                              SamplingOptions{}, LossOptions{.bias = true});
+  };
   SampledSoftmaxLoss loss = make(), other = make();
   loss->forward(input, target);
   std::stringstream stream;
   torch::save(loss, stream);
   torch::load(other, stream);
   EXPECT_TRUE(torch::equal(other->linear->weight, loss->linear->weight));
-  EXPECT_EQ(std::dynamic_pointer_cast<samplers::InBatchSamplerImpl>(other->sampler)->total.item<int64_t>(), 6);
+  EXPECT_EQ(std::dynamic_pointer_cast<samplers::InBatchSamplerImpl>(other->sampler)
+                ->total.item<int64_t>(),
+            6);
   EXPECT_TRUE(torch::equal(other->forward(input, target), loss->forward(input, target)));
 }
 
-// What follows from the constructor's arguments is not in a checkpoint: the table of any loss goes into any other.
+// Values that follow from the constructor's arguments are not in a checkpoint, so the table of any
+// loss can be loaded into any other.
 TEST_F(Modules, CheckpointsGoIntoLossesWithAnotherHead) {
   LinearCrossEntropyLoss exact(kWidth, kClasses);
   SampledSoftmaxLoss plain(kWidth, kClasses, samplers::LogUniformSampler(kClasses, 5).ptr());
-  for (const auto& save :
-       std::vector<std::function<void(std::ostream&)>>{[&](std::ostream& to) { torch::save(exact, to); }, [&](std::ostream& to) { torch::save(plain, to); }}) {
-    SampledSoftmaxLoss loss(kWidth, kClasses, uniform(kClasses - 4), SamplingOptions{.head = torch::arange(4)});
+  for (const auto& save : std::vector<std::function<void(std::ostream&)>>{
+           [&](std::ostream& to) { torch::save(exact, to); },
+           [&](std::ostream& to) { torch::save(plain, to); }}) {
+    SampledSoftmaxLoss loss(kWidth, kClasses, uniform(kClasses - 4),
+                            SamplingOptions{.head = torch::arange(4)});
     std::stringstream stream;
     save(stream);
     torch::load(loss, stream);
     EXPECT_EQ(loss->head.numel(), 4);
-    EXPECT_TRUE(torch::allclose(loss(input, target), cross_entropy(*loss, input, target), 1e-4)); // all classes stand
+    EXPECT_TRUE(torch::allclose(loss(input, target), cross_entropy(*loss, input, target),
+                                1e-4)); // all classes are loaded
   }
 }
 
 TEST_F(Modules, TheStateOfAnotherSamplerStaysOut) {
-  const auto midx = [] { return samplers::MidxSampler(kClasses, kWidth, samplers::MidxOptions{.num_samples = 4, .codewords = 4}).ptr(); };
+  const auto midx = [] {
+    return samplers::MidxSampler(kClasses, kWidth,
+                                 samplers::MidxOptions{.num_samples = 4, .codewords = 4})
+        .ptr();
+  };
   const auto batch = [] { return samplers::InBatchSampler(kClasses).ptr(); };
-  const std::vector<std::function<Sampler()>> makers{midx, batch, [&] { return samplers::UnionSampler(std::vector<Sampler>{batch(), midx()}).ptr(); },
-                                                     [&] { return samplers::ComplementSampler(midx(), 2).ptr(); }, [] { return uniform(); }};
+  const std::vector<std::function<Sampler()>> makers{
+      midx, batch,
+      [&] { return samplers::UnionSampler(std::vector<Sampler>{batch(), midx()}).ptr(); },
+      [&] { return samplers::ComplementSampler(midx(), 2).ptr(); }, [] { return uniform(); }};
   for (const auto& from : makers) {
     SampledSoftmaxLoss saved(kWidth, kClasses, from());
     saved->forward(input, target);
@@ -218,11 +258,14 @@ TEST_F(Modules, TheStateOfAnotherSamplerStaysOut) {
   }
 }
 
-// Tables without elements may be missing; of an index that is there in part an error says what is.
+// Tables without elements may be missing. If an index is incomplete, the error names the missing
+// table.
 TEST_F(Modules, APartOfAnIndexIsRefused) {
   const auto load = [&](const std::string& lost) {
-    samplers::MidxSampler from(kClasses, kWidth, samplers::MidxOptions{.num_samples = 4, .codewords = 4});
-    samplers::MidxSampler to(kClasses, kWidth, samplers::MidxOptions{.num_samples = 4, .codewords = 4});
+    samplers::MidxSampler from(kClasses, kWidth,
+                               samplers::MidxOptions{.num_samples = 4, .codewords = 4});
+    samplers::MidxSampler to(kClasses, kWidth,
+                             samplers::MidxOptions{.num_samples = 4, .codewords = 4});
     from->refresh(torch::randn({kClasses, kWidth}), std::nullopt);
     torch::serialize::OutputArchive archive;
     for (const auto& item : from->named_buffers()) {
@@ -254,7 +297,8 @@ TEST_F(Modules, ACheckpointOfAnotherShapeChangesNothing) {
 TEST_F(Modules, CastsLeaveHeadAndTablesAsTheyAre) {
   const auto counts = torch::arange(1, kClasses + 1);
   for (const auto dtype : {torch::kBFloat16, torch::kDouble}) {
-    SampledSoftmaxLoss loss(kWidth, kClasses, samplers::UnigramSampler(counts, 5).ptr(), SamplingOptions{.head = torch::arange(3)});
+    SampledSoftmaxLoss loss(kWidth, kClasses, samplers::UnigramSampler(counts, 5).ptr(),
+                            SamplingOptions{.head = torch::arange(3)});
     const auto before = loss->sampler->log_count(input, torch::arange(kClasses));
     loss->to(dtype);
     loss->to(torch::kCPU, dtype);
@@ -283,12 +327,17 @@ TEST_F(Modules, TrainingReducesTheExactLoss) {
   const auto counts = torch::arange(1, kClasses + 1);
   for (const std::string name : {"uniform", "log_uniform", "unigram", "in_batch"}) {
     torch::manual_seed(0);
-    const auto sampler =
-        samplers::make_sampler(name, {.num_classes = kClasses, .num_samples = name == "in_batch" ? std::nullopt : std::optional<int64_t>(8), .counts = counts});
-    SampledSoftmaxLoss loss(kWidth, kClasses, sampler, SamplingOptions{.sparse_grad = true}, LossOptions{.bias = true});
+    const auto sampler = samplers::make_sampler(
+        name,
+        {.num_classes = kClasses,
+         .num_samples = name == "in_batch" ? std::nullopt : std::optional<int64_t>(8),
+         .counts = counts});
+    SampledSoftmaxLoss loss(kWidth, kClasses, sampler, SamplingOptions{.sparse_grad = true},
+                            LossOptions{.bias = true});
     xsoftmax::optim::RowAdam optimizer(loss->parameters(), xsoftmax::optim::RowAdamOptions(0.05));
     const Tensor targets = torch::arange(kClasses).repeat({4});
-    const Tensor queries = torch::randn({kClasses, kWidth}).index_select(0, targets) + 0.1 * torch::randn({4 * kClasses, kWidth});
+    const Tensor queries = torch::randn({kClasses, kWidth}).index_select(0, targets) +
+        0.1 * torch::randn({4 * kClasses, kWidth});
     const float before = cross_entropy(*loss, queries, targets).item<float>();
     for (int step = 0; step < 60; ++step) {
       optimizer.zero_grad();
@@ -302,22 +351,31 @@ TEST_F(Modules, TrainingReducesTheExactLoss) {
 }
 
 TEST_F(Modules, GivenNegativesAreAFixedPartOfAUnion) {
-  const Tensor ids = torch::tensor({5, 17, 39}, torch::kLong), padded = torch::tensor({17, -1, 5, 39, 5}, torch::kLong);
+  const Tensor ids = torch::tensor({5, 17, 39}, torch::kLong),
+               padded = torch::tensor({17, -1, 5, 39, 5}, torch::kLong);
   for (const std::string estimator : {"sampled_softmax", "ranking", "nce"}) {
     for (const bool of_query : {false, true}) {
       const SamplingOptions sampling{.estimator = estimator};
       SampledSoftmaxLoss loss(kWidth, kClasses, uniform(), sampling);
-      SampledSoftmaxLoss joined(kWidth, kClasses, samplers::UnionSampler(std::vector<Sampler>{uniform(), samplers::FixedSampler(kClasses, ids).ptr()}).ptr(),
-                                sampling);
+      SampledSoftmaxLoss joined(
+          kWidth, kClasses,
+          samplers::UnionSampler(
+              std::vector<Sampler>{uniform(), samplers::FixedSampler(kClasses, ids).ptr()})
+              .ptr(),
+          sampling);
       joined->linear->weight = loss->linear->weight;
-      const Tensor got = loss->forward(input, target, generator(5), of_query ? padded.expand({7, 5}) : padded);
-      EXPECT_TRUE(torch::allclose(got, joined->forward(input, target, generator(5)), 1e-5, 1e-6)) << estimator << ", of a query " << of_query;
+      const Tensor got =
+          loss->forward(input, target, generator(5), of_query ? padded.expand({7, 5}) : padded);
+      EXPECT_TRUE(torch::allclose(got, joined->forward(input, target, generator(5)), 1e-5, 1e-6))
+          << estimator << ", of a query " << of_query;
     }
   }
   SampledSoftmaxLoss none(kWidth, kClasses, Sampler(nullptr));
-  EXPECT_TRUE(torch::allclose(none->forward(input, target, {}, torch::arange(kClasses)), none->exact(input, target), 1e-5, 1e-6));
+  EXPECT_TRUE(torch::allclose(none->forward(input, target, {}, torch::arange(kClasses)),
+                              none->exact(input, target), 1e-5, 1e-6));
   EXPECT_THROW(none->forward(input, target), c10::ValueError);
-  EXPECT_THROW(none->forward(input, target, {}, torch::tensor({kClasses}, torch::kLong)), c10::Error);
+  EXPECT_THROW(none->forward(input, target, {}, torch::tensor({kClasses}, torch::kLong)),
+               c10::Error);
   EXPECT_THROW(none->forward(input, target, {}, std::nullopt, torch::zeros({3})), c10::Error);
 }
 
@@ -327,22 +385,32 @@ TEST_F(Modules, SeveralPositives) {
     const LossOptions options{.reduction = "none", .positives = positives};
     SampledSoftmaxLoss loss(kWidth, kClasses, Sampler(nullptr), SamplingOptions{}, options);
     const Tensor scores = loss->linear->forward(input), first = target.clamp_min(0);
-    const Tensor both = torch::stack({first, torch::full_like(first, 11)}, 1), of_both = scores.gather(1, both);
+    const Tensor both = torch::stack({first, torch::full_like(first, 11)}, 1),
+                 of_both = scores.gather(1, both);
     const Tensor others = scores.scatter(1, both, -INFINITY).logsumexp(1, true);
-    const Tensor each = torch::softplus(others - (positives == "sum" ? of_both.logsumexp(1, true) : of_both)).mean(1);
+    const Tensor each =
+        torch::softplus(others - (positives == "sum" ? of_both.logsumexp(1, true) : of_both))
+            .mean(1);
     const Tensor want = each.masked_fill(target.lt(0), 0);
     EXPECT_TRUE(torch::allclose(loss->exact(input, several), want, 1e-5, 1e-6)) << positives;
-    EXPECT_TRUE(torch::allclose(loss->forward(input, several, {}, torch::arange(kClasses)), want, 1e-5, 1e-6)) << positives;
+    EXPECT_TRUE(torch::allclose(loss->forward(input, several, {}, torch::arange(kClasses)), want,
+                                1e-5, 1e-6))
+        << positives;
   }
 }
 
 TEST_F(Modules, NamesMakeSamplers) {
-  SampledSoftmaxLoss loss(kWidth, kClasses, "uniform", SamplingOptions{.num_samples = 4, .shared = false});
+  SampledSoftmaxLoss loss(kWidth, kClasses, "uniform",
+                          SamplingOptions{.num_samples = 4, .shared = false});
   EXPECT_EQ(loss->sampler->num_samples(), 4);
   EXPECT_FALSE(loss->sampler->shared());
-  SampledSoftmaxLoss cane(kWidth, kClasses, "uniform", SamplingOptions{.estimator = "cane", .head = torch::arange(3), .num_samples = 4});
-  EXPECT_FALSE(cane->sampler->shared()); // draws that stand for what others leave out are each query's
-  SampledSoftmaxLoss outside(kWidth, kClasses, "log_uniform", SamplingOptions{.estimator = "complementary_sum", .num_samples = 4});
+  SampledSoftmaxLoss cane(
+      kWidth, kClasses, "uniform",
+      SamplingOptions{.estimator = "cane", .head = torch::arange(3), .num_samples = 4});
+  // Noise is private: it represents the classes outside a query's candidates.
+  EXPECT_FALSE(cane->sampler->shared());
+  SampledSoftmaxLoss outside(kWidth, kClasses, "log_uniform",
+                             SamplingOptions{.estimator = "complementary_sum", .num_samples = 4});
   EXPECT_EQ(outside->sampler->num_samples(), 4);
   for (auto& each : {loss, cane, outside}) {
     EXPECT_TRUE(each.ptr()->forward(input, target).isfinite().item<bool>());
@@ -351,32 +419,39 @@ TEST_F(Modules, NamesMakeSamplers) {
 
 TEST_F(Modules, FromALinearSharesItsParameters) {
   torch::nn::Linear linear(kWidth, kClasses);
-  SampledSoftmaxLoss loss(kWidth, kClasses, uniform(), SamplingOptions{}, LossOptions{.linear = linear});
+  SampledSoftmaxLoss loss(kWidth, kClasses, uniform(), SamplingOptions{},
+                          LossOptions{.linear = linear});
   loss->forward(input, target).backward();
   EXPECT_TRUE(loss->linear->weight.is_same(linear->weight));
   EXPECT_TRUE(linear->weight.grad().defined() && linear->bias.grad().defined());
-  EXPECT_THROW(SampledSoftmaxLoss(kWidth + 1, kClasses, uniform(), SamplingOptions{}, LossOptions{.linear = linear}), c10::ValueError);
+  EXPECT_THROW(SampledSoftmaxLoss(kWidth + 1, kClasses, uniform(), SamplingOptions{},
+                                  LossOptions{.linear = linear}),
+               c10::ValueError);
 }
 
 TEST_F(Modules, ALogZLowersAllScores) {
-  SampledSoftmaxLoss fixed(kWidth, kClasses, uniform(), SamplingOptions{.estimator = "nce", .log_z = 2.0});
-  SampledSoftmaxLoss learned(kWidth, kClasses, uniform(), SamplingOptions{.estimator = "nce", .log_z = 2.0, .learn_log_z = true},
+  SampledSoftmaxLoss fixed(kWidth, kClasses, uniform(),
+                           SamplingOptions{.estimator = "nce", .log_z = 2.0});
+  SampledSoftmaxLoss learned(kWidth, kClasses, uniform(),
+                             SamplingOptions{.estimator = "nce", .log_z = 2.0, .learn_log_z = true},
                              LossOptions{.linear = fixed->linear});
   const Tensor loss = learned->forward(input, target, generator(1));
   EXPECT_TRUE(torch::equal(loss, fixed->forward(input, target, generator(1))));
   loss.backward();
   EXPECT_NE(learned->log_z.grad().item<float>(), 0.0f);
-  EXPECT_THROW(SampledSoftmaxLoss(kWidth, kClasses, uniform(), SamplingOptions{.log_z = 1.0}), c10::ValueError);
+  EXPECT_THROW(SampledSoftmaxLoss(kWidth, kClasses, uniform(), SamplingOptions{.log_z = 1.0}),
+               c10::ValueError);
 }
 
-// Steps that are owed to the old table must not move the one that is loaded.
-TEST_F(Modules, LoadingATableForgetsWhatItsOldRowsOwe) {
+// Pending updates of the old table must not change the loaded one.
+TEST_F(Modules, LoadingATableDropsItsPendingUpdates) {
   SampledSoftmaxLoss loss(kWidth, kClasses, uniform());
   std::stringstream stream;
   torch::save(loss, stream);
   const Tensor before = loss->linear->weight.detach().clone();
   {
-    xsoftmax::optim::RowSGD optimizer(loss->parameters(), xsoftmax::optim::RowSGDOptions(0.5).momentum(0.9));
+    xsoftmax::optim::RowSGD optimizer(loss->parameters(),
+                                      xsoftmax::optim::RowSGDOptions(0.5).momentum(0.9));
     for (int step = 0; step < 3; ++step) {
       optimizer.zero_grad();
       loss->forward(input, target).backward();
@@ -387,49 +462,67 @@ TEST_F(Modules, LoadingATableForgetsWhatItsOldRowsOwe) {
   EXPECT_TRUE(torch::equal(loss->linear->weight, before));
 }
 
-// A sampler from outside the library: q in proportion to i + 1, private independent draws.
-class LinearLawImpl : public samplers::SamplerImpl {
+// A user-defined sampler: q proportional to i + 1, private samples with replacement.
+class LinearSamplerImpl : public samplers::SamplerImpl {
  public:
-  LinearLawImpl(int64_t num_classes, int64_t num_samples) : SamplerImpl("LinearLaw", num_classes, num_samples, /*shared=*/false) {
+  LinearSamplerImpl(int64_t num_classes, int64_t num_samples)
+      : SamplerImpl("LinearSampler", num_classes, num_samples, /*shared=*/false) {
     const Tensor weights = torch::arange(1, num_classes + 1, torch::kDouble);
     log_q_ = (weights / weights.sum()).log().to(torch::kFloat);
   }
-  xsoftmax::Proposal sample(const Tensor& queries, const Tensor& of = {}, std::optional<at::Generator> from = std::nullopt) override {
-    const Tensor ids = at::multinomial(log_q_.exp().expand({queries.size(0), -1}), num_samples(), true, from);
-    return {{ids, log_count(queries, ids), of.defined() ? log_count(queries, of.clamp_min(0)) : Tensor(), false}};
+  xsoftmax::Proposal sample(const Tensor& queries, const Tensor& of = {},
+                            std::optional<at::Generator> from = std::nullopt) override {
+    const Tensor ids =
+        at::multinomial(log_q_.exp().expand({queries.size(0), -1}), num_samples(), true, from);
+    return {{ids, log_count(queries, ids),
+             of.defined() ? log_count(queries, of.clamp_min(0)) : Tensor(), false}};
   }
-  Tensor log_count(const Tensor&, const Tensor& ids) override { return log_q_.index({ids}) + std::log(static_cast<double>(num_samples())); }
+  Tensor log_count(const Tensor&, const Tensor& ids) override {
+    return log_q_.index({ids}) + std::log(static_cast<double>(num_samples()));
+  }
 
  private:
   Tensor log_q_;
 };
 
 TEST_F(Modules, ASamplerFromOutsideDoesWhatABuiltInOneDoes) {
-  samplers::register_sampler("linear law", [](const samplers::SamplerRequest& request) -> Sampler {
-    return std::make_shared<LinearLawImpl>(request.num_classes, request.num_samples.value_or(4));
+  samplers::register_sampler("linear", [](const samplers::SamplerRequest& request) -> Sampler {
+    return std::make_shared<LinearSamplerImpl>(request.num_classes,
+                                               request.num_samples.value_or(4));
   });
-  EXPECT_THROW(samplers::register_sampler("linear law", nullptr), c10::ValueError);
-  const auto outside = [](int64_t draws) -> Sampler { return std::make_shared<LinearLawImpl>(kClasses, draws); };
+  EXPECT_THROW(samplers::register_sampler("linear", nullptr), c10::ValueError);
+  const auto outside = [](int64_t draws) -> Sampler {
+    return std::make_shared<LinearSamplerImpl>(kClasses, draws);
+  };
   const auto builtin = [](int64_t draws) -> Sampler {
-    return samplers::UnigramSampler(torch::arange(1, kClasses + 1), draws, 1.0, samplers::DrawOptions{.shared = false}).ptr();
+    return samplers::UnigramSampler(torch::arange(1, kClasses + 1), draws, 1.0,
+                                    samplers::DrawOptions{.shared = false})
+        .ptr();
   };
   const std::vector<std::function<Sampler(const Sampler&)>> ways{
       [](const Sampler& made) { return made; },
-      [](const Sampler& made) -> Sampler { return samplers::UnionSampler(std::vector<Sampler>{uniform(3), made}).ptr(); },
+      [](const Sampler& made) -> Sampler {
+        return samplers::UnionSampler(std::vector<Sampler>{uniform(3), made}).ptr();
+      },
       [](const Sampler& made) -> Sampler { return samplers::ComplementSampler(made, 2).ptr(); }};
   for (const auto& way : ways) {
     std::vector<Tensor> losses;
     for (const Sampler& made : {way(outside(4)), way(builtin(4))}) {
       torch::manual_seed(1);
-      SampledSoftmaxLoss loss(kWidth, kClasses, made, SamplingOptions{}, LossOptions{.reduction = "none"});
+      SampledSoftmaxLoss loss(kWidth, kClasses, made, SamplingOptions{},
+                              LossOptions{.reduction = "none"});
       torch::manual_seed(2);
-      losses.push_back(loss->forward(torch::randn({1, kWidth}).expand({4000, kWidth}), torch::full({4000}, 7, torch::kLong)).detach());
+      losses.push_back(loss->forward(torch::randn({1, kWidth}).expand({4000, kWidth}),
+                                     torch::full({4000}, 7, torch::kLong))
+                           .detach());
     }
-    const double error = std::sqrt((losses[0].var() + losses[1].var()).item<double>() / 1000); // generous: draws may be shared
+    const double error = std::sqrt((losses[0].var() + losses[1].var()).item<double>() /
+                                   1000); // generous: draws may be shared
     EXPECT_NEAR(losses[0].mean().item<double>(), losses[1].mean().item<double>(), 4.5 * error);
   }
-  // Beside a head it cannot leave classes out: counts add up. As noise, and by its name.
-  SampledSoftmaxLoss head(kWidth, kClasses, "linear law", SamplingOptions{.head = torch::tensor({1, 8}, torch::kLong)});
+  // With a head it cannot leave out classes, so counts add up. Also as noise, and by its name.
+  SampledSoftmaxLoss head(kWidth, kClasses, "linear",
+                          SamplingOptions{.head = torch::tensor({1, 8}, torch::kLong)});
   EXPECT_EQ(head->head.numel(), 0);
   const auto sets = head->propose(torch::zeros({2, kWidth}), torch::zeros({2}, torch::kLong));
   Tensor count = 4 * torch::arange(1, kClasses + 1) / (kClasses * (kClasses + 1) / 2.0);
@@ -437,20 +530,33 @@ TEST_F(Modules, ASamplerFromOutsideDoesWhatABuiltInOneDoes) {
   for (const auto& set : sets) {
     EXPECT_TRUE(torch::allclose(set.log_count.exp(), count.index({set.ids}), 1e-5, 1e-6));
   }
-  xsoftmax::nn::CaneLoss cane(kWidth, kClasses, xsoftmax::nn::CaneOptions{.candidates = torch::arange(5), .num_noises = 2, .noise_sampler = outside(8)});
+  xsoftmax::nn::CaneLoss cane(
+      kWidth, kClasses,
+      xsoftmax::nn::CaneOptions{
+          .candidates = torch::arange(5), .num_noises = 2, .noise_sampler = outside(8)});
   EXPECT_TRUE(cane->forward(input, target).isfinite().item<bool>());
 }
 
-// One of a formula that the library has: the same losses and gradients, in a union, beside a head, as CANE has it over noise.
+// A user-defined estimator with the formula of a built-in one gives the same losses and gradients:
+// in a union, with a head, and for CANE with noise.
 TEST_F(Modules, AnEstimatorFromOutsideDoesWhatABuiltInOneDoes) {
   xsoftmax::register_estimator(
-      "outside", {.renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true},
-      [](const xsoftmax::CandidateBatch& batch) { return torch::logaddexp(batch.adjusted.logsumexp(1), batch.target) - batch.target; });
-  EXPECT_THROW(xsoftmax::register_estimator("outside", {}, [](const xsoftmax::CandidateBatch& batch) { return batch.target; }), c10::ValueError);
+      "outside",
+      {.renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true},
+      [](const xsoftmax::CandidateBatch& batch) {
+        return torch::logaddexp(batch.adjusted.logsumexp(1), batch.target) - batch.target;
+      });
+  EXPECT_THROW(
+      xsoftmax::register_estimator(
+          "outside", {}, [](const xsoftmax::CandidateBatch& batch) { return batch.target; }),
+      c10::ValueError);
   const std::vector<std::function<SampledSoftmaxLoss(const SamplingOptions&)>> ways{
-      [](const SamplingOptions& options) { return SampledSoftmaxLoss(kWidth, kClasses, uniform(), options); },
       [](const SamplingOptions& options) {
-        const Sampler both = samplers::UnionSampler(std::vector<Sampler>{uniform(3), uniform(4, false)}).ptr();
+        return SampledSoftmaxLoss(kWidth, kClasses, uniform(), options);
+      },
+      [](const SamplingOptions& options) {
+        const Sampler both =
+            samplers::UnionSampler(std::vector<Sampler>{uniform(3), uniform(4, false)}).ptr();
         return SampledSoftmaxLoss(kWidth, kClasses, both, options, LossOptions{.bias = true});
       },
       [](SamplingOptions options) {
@@ -472,11 +578,12 @@ TEST_F(Modules, AnEstimatorFromOutsideDoesWhatABuiltInOneDoes) {
   }
 }
 
-TEST_F(Modules, AMoveSettlesTheTable) {
-  const auto owing = [&](bool move) {
+TEST_F(Modules, AMoveAppliesPendingUpdates) {
+  const auto deferred = [&](bool move) {
     torch::manual_seed(3);
     SampledSoftmaxLoss loss(kWidth, kClasses, "uniform", SamplingOptions{.num_samples = 3});
-    xsoftmax::optim::RowAdam optimizer(loss->parameters(), xsoftmax::optim::RowAdamOptions(0.05).weight_decay(0.5));
+    xsoftmax::optim::RowAdam optimizer(loss->parameters(),
+                                       xsoftmax::optim::RowAdamOptions(0.05).weight_decay(0.5));
     for (int step = 0; step < 6; ++step) {
       optimizer.zero_grad();
       loss->forward(input, target, generator(step)).backward();
@@ -485,15 +592,22 @@ TEST_F(Modules, AMoveSettlesTheTable) {
     move ? loss->to(torch::kDouble) : optimizer.flush();
     return loss->linear->weight.detach().to(torch::kDouble);
   };
-  EXPECT_TRUE(torch::allclose(owing(true), owing(false), 1e-6, 1e-7));
+  EXPECT_TRUE(torch::allclose(deferred(true), deferred(false), 1e-6, 1e-7));
 }
 
 TEST_F(Modules, BadArgumentsThrow) {
-  EXPECT_THROW(LinearCrossEntropyLoss(kWidth, kClasses, LossOptions{.weight = torch::ones({kClasses}, torch::kLong)}), c10::TypeError);
-  EXPECT_THROW(SampledSoftmaxLoss(kWidth, kClasses, "midx", SamplingOptions{.estimator = "cane"}), c10::ValueError);
-  EXPECT_THROW(SampledSoftmaxLoss(kWidth, kClasses, "uniform", SamplingOptions{.estimator = "complementary_sum", .num_samples = 4, .shared = true}),
+  EXPECT_THROW(LinearCrossEntropyLoss(kWidth, kClasses,
+                                      LossOptions{.weight = torch::ones({kClasses}, torch::kLong)}),
+               c10::TypeError);
+  EXPECT_THROW(SampledSoftmaxLoss(kWidth, kClasses, "midx", SamplingOptions{.estimator = "cane"}),
                c10::ValueError);
-  const auto make = [](const SamplingOptions& sampling, const LossOptions& options = {}, const Sampler& sampler = uniform()) {
+  EXPECT_THROW(
+      SampledSoftmaxLoss(
+          kWidth, kClasses, "uniform",
+          SamplingOptions{.estimator = "complementary_sum", .num_samples = 4, .shared = true}),
+      c10::ValueError);
+  const auto make = [](const SamplingOptions& sampling, const LossOptions& options = {},
+                       const Sampler& sampler = uniform()) {
     SampledSoftmaxLoss(kWidth, kClasses, sampler, sampling, options);
   };
   EXPECT_THROW(uniform(-1), c10::ValueError);
@@ -501,7 +615,8 @@ TEST_F(Modules, BadArgumentsThrow) {
   EXPECT_THROW(make({}, {}, uniform(0)), c10::ValueError);
   EXPECT_THROW(make({.num_samples = 4}), c10::ValueError);
   EXPECT_THROW(make({.estimator = "nce2"}), c10::ValueError);
-  EXPECT_THROW(make({.head = torch::tensor({int64_t(1), kClasses}, torch::kLong)}), c10::IndexError);
+  EXPECT_THROW(make({.head = torch::tensor({int64_t(1), kClasses}, torch::kLong)}),
+               c10::IndexError);
   EXPECT_THROW(make({.head = torch::tensor({1, 1}, torch::kLong)}), c10::ValueError);
   EXPECT_THROW(make({.head = torch::tensor({1.0})}), c10::TypeError);
   EXPECT_THROW(make({}, {.reduction = "max"}), c10::ValueError);
@@ -511,16 +626,18 @@ TEST_F(Modules, BadArgumentsThrow) {
   EXPECT_THROW(make({}, {.z_loss = -0.1}), c10::ValueError);
   EXPECT_THROW(make({.estimator = "nce"}, {.z_loss = 0.1}), c10::ValueError);
   EXPECT_THROW(make({}, {.weight = torch::ones(3)}), c10::ValueError);
-  EXPECT_THROW(make({}, {.weight = torch::ones(kClasses), .label_smoothing = 0.1}), c10::ValueError);
+  EXPECT_THROW(make({}, {.weight = torch::ones(kClasses), .label_smoothing = 0.1}),
+               c10::ValueError);
   EXPECT_THROW(make({}, {}, samplers::UniformSampler(kClasses - 1, 3).ptr()), c10::ValueError);
   EXPECT_THROW(samplers::make_sampler("zipf", {.num_classes = kClasses}), c10::ValueError);
   EXPECT_THROW(LinearCrossEntropyLoss(kWidth, 0), c10::ValueError);
 }
 
-// A loss that was refused has not taken its sampler; one that was built has.
+// A sampler is claimed only if the loss is constructed successfully.
 TEST_F(Modules, ASamplerBelongsToOneLoss) {
   const Sampler sampler = uniform();
-  EXPECT_THROW(SampledSoftmaxLoss(kWidth, kClasses, sampler, SamplingOptions{.log_z = 1.0}), c10::ValueError);
+  EXPECT_THROW(SampledSoftmaxLoss(kWidth, kClasses, sampler, SamplingOptions{.log_z = 1.0}),
+               c10::ValueError);
   EXPECT_FALSE(sampler->claimed());
   SampledSoftmaxLoss first(kWidth, kClasses, sampler);
   EXPECT_THROW(SampledSoftmaxLoss(kWidth, kClasses, sampler), c10::ValueError);

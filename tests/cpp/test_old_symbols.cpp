@@ -1,4 +1,5 @@
-// What a wheel calls in place of newer functions of the system (cmake/old_symbols.cpp) does what those do.
+// The replacements that a wheel uses for newer system functions (cmake/old_symbols.cpp) behave like
+// those functions.
 #include "../../cmake/old_symbols.cpp"
 
 #include <gtest/gtest.h>
@@ -11,7 +12,10 @@
 
 namespace {
 
-bool same(double a, double b) { return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b) || (std::isnan(a) && std::isnan(b)); }
+bool same(double a, double b) {
+  return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b) ||
+      (std::isnan(a) && std::isnan(b));
+}
 
 std::vector<double> numbers() {
   std::vector<double> all{0.0,
@@ -34,9 +38,9 @@ std::vector<double> numbers() {
                           std::numeric_limits<double>::quiet_NaN()};
   std::mt19937_64 random(0);
   for (int i = 0; i < 20000; ++i) {
-    all.push_back(std::bit_cast<double>(random()));                          // any bits
-    all.push_back(double(int64_t(random() >> (random() % 64))));             // whole
-    all.push_back(double(int64_t(random() % 100000)) / 1000 - 50);           // few digits
+    all.push_back(std::bit_cast<double>(random())); // any bits
+    all.push_back(double(int64_t(random() >> (random() % 64)))); // integers
+    all.push_back(double(int64_t(random() % 100000)) / 1000 - 50); // few digits
   }
   return all;
 }
@@ -58,9 +62,11 @@ TEST(OldSymbols, NumbersAreWrittenAsToCharsWritesThem) {
 }
 
 TEST(OldSymbols, NumbersAreReadAsFromCharsReadsThem) {
-  std::vector<std::string> texts{"",    "-",      "+1",    " 1",     "1 ",     "1.5x",   ".5",   "-.5",  ".",        "5.",          "0x10", "-0x1p3",
-                                 "1e",  "1e+",    "1e400", "-1e400", "1e-400", "4e-324", "inf",  "-INF", "infinity", "infinit",     "nan",  "-nan",
-                                 "NaN", "nan(1)", "i",     "n",      "--1",    "1e5",    "1E-5", "1,5",  "00012",    "1e0000000001"};
+  std::vector<std::string> texts{
+      "",    "-",    "+1",       " 1",      "1 ",  "1.5x",  ".5",          "-.5",    ".",
+      "5.",  "0x10", "-0x1p3",   "1e",      "1e+", "1e400", "-1e400",      "1e-400", "4e-324",
+      "inf", "-INF", "infinity", "infinit", "nan", "-nan",  "NaN",         "nan(1)", "i",
+      "n",   "--1",  "1e5",      "1E-5",    "1,5", "00012", "1e0000000001"};
   for (const double number : numbers()) {
     texts.push_back(text_of(&std::to_chars, number));
   }
@@ -68,7 +74,8 @@ TEST(OldSymbols, NumbersAreReadAsFromCharsReadsThem) {
     double expected = 7, got = 7;
     const char *first = text.data(), *last = first + text.size();
     const auto wanted = std::from_chars(first, last, expected, std::chars_format::general);
-    const auto found = __wrap__ZSt10from_charsPKcS0_RdSt12chars_format(first, last, got, std::chars_format::general);
+    const auto found = __wrap__ZSt10from_charsPKcS0_RdSt12chars_format(first, last, got,
+                                                                       std::chars_format::general);
     ASSERT_TRUE(found.ec == wanted.ec && found.ptr == wanted.ptr) << '"' << text << '"';
     ASSERT_TRUE(same(got, expected)) << '"' << text << '"';
   }
@@ -76,8 +83,9 @@ TEST(OldSymbols, NumbersAreReadAsFromCharsReadsThem) {
 
 TEST(OldSymbols, FunctionsHaveTheSameBits) {
   for (const double x : numbers()) {
-    ASSERT_TRUE(same(__wrap_exp(x), std::exp(x)) && same(__wrap_exp2(x), std::exp2(x)) && same(__wrap_log(x), std::log(x)) &&
-                same(__wrap_log2(x), std::log2(x)) && same(__wrap_pow(x, 0.75), std::pow(x, 0.75)))
+    ASSERT_TRUE(same(__wrap_exp(x), std::exp(x)) && same(__wrap_exp2(x), std::exp2(x)) &&
+                same(__wrap_log(x), std::log(x)) && same(__wrap_log2(x), std::log2(x)) &&
+                same(__wrap_pow(x, 0.75), std::pow(x, 0.75)))
         << x;
   }
 }
@@ -86,7 +94,8 @@ TEST(OldSymbols, FilesHaveTheSameState) {
   struct stat expected{}, got{};
   ASSERT_EQ(stat("/", &expected), 0);
   ASSERT_EQ(__wrap_stat("/", &got), 0);
-  EXPECT_TRUE(got.st_ino == expected.st_ino && got.st_mode == expected.st_mode && got.st_size == expected.st_size);
+  EXPECT_TRUE(got.st_ino == expected.st_ino && got.st_mode == expected.st_mode &&
+              got.st_size == expected.st_size);
   EXPECT_EQ(__wrap_stat("/absent", &got), -1);
   EXPECT_EQ(errno, ENOENT);
   ASSERT_EQ(fstat(0, &expected), __wrap_fstat(0, &got));

@@ -1,4 +1,5 @@
-// The C++ optimizers and clip_grad_norm_ against torch::optim and torch::nn::utils on dense equivalents.
+// The C++ optimizers and clip_grad_norm_ compared with torch::optim and torch::nn::utils on dense
+// gradients.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -20,11 +21,16 @@ namespace optim = xsoftmax::optim;
 
 Tensor parameter(const Tensor& table) { return table.clone().requires_grad_(); }
 
-Tensor table_of(torch::optim::Optimizer& optimizer) { return optimizer.param_groups()[0].params()[0]; }
+Tensor table_of(torch::optim::Optimizer& optimizer) {
+  return optimizer.param_groups()[0].params()[0];
+}
 
-Tensor sparse(const Tensor& rows, const Tensor& values, at::IntArrayRef shape) { return torch::sparse_coo_tensor(rows.unsqueeze(0), values, shape); }
+Tensor sparse(const Tensor& rows, const Tensor& values, at::IntArrayRef shape) {
+  return torch::sparse_coo_tensor(rows.unsqueeze(0), values, shape);
+}
 
-// Gradients that do not depend on the parameters: sparse for one, the same made dense for the other.
+// Runs both optimizers on gradients that do not depend on the parameters: sparse for one, the same
+// gradients made dense for the other.
 template <typename Ours, typename Theirs>
 void run_both(Ours& ours, Theirs& theirs, int steps, bool every_row) {
   Tensor mine = table_of(ours), other = table_of(theirs);
@@ -43,8 +49,10 @@ TEST(RowSGD, EqualsDenseSgdAfterFlush) {
   for (const bool nesterov : {false, true}) {
     torch::manual_seed(0);
     const Tensor table = torch::randn({12, 5});
-    optim::RowSGD ours({parameter(table)}, optim::RowSGDOptions(0.05).momentum(0.9).nesterov(nesterov));
-    torch::optim::SGD theirs({parameter(table)}, torch::optim::SGDOptions(0.05).momentum(0.9).nesterov(nesterov));
+    optim::RowSGD ours({parameter(table)},
+                       optim::RowSGDOptions(0.05).momentum(0.9).nesterov(nesterov));
+    torch::optim::SGD theirs({parameter(table)},
+                             torch::optim::SGDOptions(0.05).momentum(0.9).nesterov(nesterov));
     run_both(ours, theirs, 30, false);
     EXPECT_FALSE(torch::allclose(table_of(ours), table_of(theirs), 1e-4));
     ours.flush();
@@ -54,16 +62,22 @@ TEST(RowSGD, EqualsDenseSgdAfterFlush) {
 
 TEST(RowAdagrad, EqualsDenseAdagrad) {
   const Tensor table = torch::randn({12, 5});
-  optim::RowAdagrad ours({parameter(table)}, optim::RowAdagradOptions(0.1).lr_decay(0.1).initial_accumulator_value(0.2));
-  torch::optim::Adagrad theirs({parameter(table)}, torch::optim::AdagradOptions(0.1).lr_decay(0.1).initial_accumulator_value(0.2));
+  optim::RowAdagrad ours(
+      {parameter(table)},
+      optim::RowAdagradOptions(0.1).lr_decay(0.1).initial_accumulator_value(0.2));
+  torch::optim::Adagrad theirs(
+      {parameter(table)},
+      torch::optim::AdagradOptions(0.1).lr_decay(0.1).initial_accumulator_value(0.2));
   run_both(ours, theirs, 20, false);
   EXPECT_TRUE(torch::allclose(table_of(ours), table_of(theirs), 1e-5, 1e-6));
 }
 
 TEST(RowAdam, EqualsAdamWWhereEveryRowIsTouched) {
   const Tensor table = torch::randn({12, 5});
-  optim::RowAdam ours({parameter(table)}, optim::RowAdamOptions(0.01).weight_decay(0.2).betas({0.8, 0.95}));
-  torch::optim::AdamW theirs({parameter(table)}, torch::optim::AdamWOptions(0.01).weight_decay(0.2).betas({0.8, 0.95}));
+  optim::RowAdam ours({parameter(table)},
+                      optim::RowAdamOptions(0.01).weight_decay(0.2).betas({0.8, 0.95}));
+  torch::optim::AdamW theirs({parameter(table)},
+                             torch::optim::AdamWOptions(0.01).weight_decay(0.2).betas({0.8, 0.95}));
   run_both(ours, theirs, 20, true);
   EXPECT_TRUE(torch::allclose(table_of(ours), table_of(theirs), 1e-5, 1e-6));
 }
@@ -71,7 +85,8 @@ TEST(RowAdam, EqualsAdamWWhereEveryRowIsTouched) {
 TEST(RowAdam, RowWiseIsItsDenseFormula) {
   const auto float64 = torch::kFloat64;
   const Tensor table = torch::randn({12, 5}, float64), mine = parameter(table);
-  Tensor expected = table.clone(), first = torch::zeros({12, 5}, float64), second = torch::zeros({12}, float64);
+  Tensor expected = table.clone(), first = torch::zeros({12, 5}, float64),
+         second = torch::zeros({12}, float64);
   optim::RowAdam ours({mine}, optim::RowAdamOptions(0.01).row_wise(true).eps(0));
   for (int t = 1; t <= 30; ++t) {
     const Tensor ids = t == 1 ? torch::arange(12) : torch::randint(12, {3}, torch::kLong);
@@ -80,9 +95,10 @@ TEST(RowAdam, RowWiseIsItsDenseFormula) {
     ours.step();
     first = 0.9 * first + 0.1 * g;
     second = 0.999 * second + 0.001 * g.square().mean(1);
-    expected -= 0.01 / (1 - std::pow(0.9, t)) * first / (second / (1 - std::pow(0.999, t))).sqrt().unsqueeze(1);
+    expected -= 0.01 / (1 - std::pow(0.9, t)) * first /
+        (second / (1 - std::pow(0.999, t))).sqrt().unsqueeze(1);
   }
-  EXPECT_FALSE(torch::allclose(mine, expected)); // it owes
+  EXPECT_FALSE(torch::allclose(mine, expected)); // has pending updates
   ours.flush();
   EXPECT_TRUE(torch::allclose(mine, expected, 1e-11, 1e-13));
 }
@@ -100,14 +116,22 @@ void expect_dense_equal(Ours ours, Theirs theirs) {
 }
 
 TEST(Optimizers, DenseGradientsEqualTorch) {
-  // Whole and transposed: the latter is not contiguous.
+  // A contiguous table, and a transposed one that is not.
   for (const Tensor& table : {torch::randn({6, 4}), torch::randn({4, 6}).t()}) {
-    expect_dense_equal(optim::RowSGD({parameter(table)}, optim::RowSGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.1)),
-                       torch::optim::SGD({parameter(table)}, torch::optim::SGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.1)));
-    expect_dense_equal(optim::RowAdagrad({parameter(table)}, optim::RowAdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1)),
-                       torch::optim::Adagrad({parameter(table)}, torch::optim::AdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1)));
-    expect_dense_equal(optim::RowAdam({parameter(table)}, optim::RowAdamOptions(0.1).weight_decay(0.1)),
-                       torch::optim::AdamW({parameter(table)}, torch::optim::AdamWOptions(0.1).weight_decay(0.1)));
+    expect_dense_equal(
+        optim::RowSGD({parameter(table)},
+                      optim::RowSGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.1)),
+        torch::optim::SGD(
+            {parameter(table)},
+            torch::optim::SGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.1)));
+    expect_dense_equal(
+        optim::RowAdagrad({parameter(table)},
+                          optim::RowAdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1)),
+        torch::optim::Adagrad({parameter(table)},
+                              torch::optim::AdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1)));
+    expect_dense_equal(
+        optim::RowAdam({parameter(table)}, optim::RowAdamOptions(0.1).weight_decay(0.1)),
+        torch::optim::AdamW({parameter(table)}, torch::optim::AdamWOptions(0.1).weight_decay(0.1)));
   }
 }
 
@@ -124,7 +148,7 @@ void expect_resumes(const Options& options) {
     whole.step();
   }
   std::stringstream file;
-  torch::save(whole, file); // brings the table up to date
+  torch::save(whole, file); // applies pending updates to the table
   Tensor second = parameter(first.detach());
   Optimizer resumed({second}, Options(0.7));
   torch::load(resumed, file);
@@ -151,7 +175,8 @@ void expect_ascent(const Options& options) {
     Tensor up = parameter(torch::ones({12, 5})), down = parameter(torch::ones({12, 5}));
     Optimizer ascends({up}, Options(options).maximize(true)), descends({down}, options);
     for (int i = 0; i < 4; ++i) {
-      const Tensor grad = sparse(torch::randint(12, {6}, torch::kLong), torch::randn({6, 5}), {12, 5});
+      const Tensor grad =
+          sparse(torch::randint(12, {6}, torch::kLong), torch::randn({6, 5}), {12, 5});
       up.mutable_grad() = is_sparse ? grad : grad.to_dense();
       down.mutable_grad() = is_sparse ? -grad : -grad.to_dense();
       ascends.step();
@@ -172,10 +197,11 @@ TEST(Optimizers, MaximizeIsTheSignOfTheGradient) {
   expect_ascent<optim::RowAdam>(optim::RowAdamOptions(0.1).row_wise(true));
 }
 
-// Says what a load of the other's archive is refused by; it changes nothing.
+// Returns the error message when `other` loads the archive of `ours`. The load must change nothing.
 template <typename Other, typename Ours>
 std::string refusal(Other other, Ours ours) {
-  for (torch::optim::Optimizer* each : {static_cast<torch::optim::Optimizer*>(&other), static_cast<torch::optim::Optimizer*>(&ours)}) {
+  for (torch::optim::Optimizer* each : {static_cast<torch::optim::Optimizer*>(&other),
+                                        static_cast<torch::optim::Optimizer*>(&ours)}) {
     table_of(*each).mutable_grad() = torch::ones_like(table_of(*each));
     each->step();
   }
@@ -196,19 +222,27 @@ std::string refusal(Other other, Ours ours) {
 
 TEST(Optimizers, ArchivesOfOtherOptimizersAreRefusedByName) {
   const auto table = [] { return std::vector<Tensor>{parameter(torch::ones({4, 2}))}; };
-  const auto expect = [](const std::string& message, const char* part) { EXPECT_NE(message.find(part), std::string::npos) << message; };
+  const auto expect = [](const std::string& message, const char* part) {
+    EXPECT_NE(message.find(part), std::string::npos) << message;
+  };
   expect(refusal(torch::optim::AdamW(table()), optim::RowAdam(table())), "such as torch::optim's");
-  expect(refusal(torch::optim::Adagrad(table()), optim::RowAdagrad(table())), "such as torch::optim's");
-  expect(refusal(torch::optim::SGD(table(), torch::optim::SGDOptions(0.1).momentum(0.9)), optim::RowSGD(table())), "RowSGD: expected the archive of a RowSGD");
-  expect(refusal(optim::RowSGD(table()), optim::RowAdam(table())), "RowAdam: expected options among lr");
-  expect(refusal(optim::RowAdam(table()), optim::RowAdagrad(table())), "RowAdagrad: expected options among lr");
+  expect(refusal(torch::optim::Adagrad(table()), optim::RowAdagrad(table())),
+         "such as torch::optim's");
+  expect(refusal(torch::optim::SGD(table(), torch::optim::SGDOptions(0.1).momentum(0.9)),
+                 optim::RowSGD(table())),
+         "RowSGD: expected the archive of a RowSGD");
+  expect(refusal(optim::RowSGD(table()), optim::RowAdam(table())),
+         "RowAdam: expected options among lr");
+  expect(refusal(optim::RowAdam(table()), optim::RowAdagrad(table())),
+         "RowAdagrad: expected options among lr");
 }
 
 TEST(Optimizers, FollowDenseUnderASchedule) {
   const auto options = torch::kDouble;
   const Tensor table = torch::randn({12, 5}, options);
   optim::RowAdam ours({parameter(table)}, optim::RowAdamOptions(0.05).weight_decay(0.1));
-  torch::optim::AdamW theirs({parameter(table)}, torch::optim::AdamWOptions(0.05).weight_decay(0.1));
+  torch::optim::AdamW theirs({parameter(table)},
+                             torch::optim::AdamWOptions(0.05).weight_decay(0.1));
   const Tensor mine = table_of(ours), other = table_of(theirs);
   for (int t = 0; t < 100; ++t) {
     const double lr = 0.05 * (1 - t / 100.);
@@ -221,14 +255,14 @@ TEST(Optimizers, FollowDenseUnderASchedule) {
     theirs.step();
   }
   EXPECT_GT((mine - other).abs().max().item<double>(), 1e-3);
-  xsoftmax::settle(mine.detach());
+  xsoftmax::catch_up(mine.detach());
   EXPECT_LT((mine - other).abs().max().item<double>(), 1e-6);
   const Tensor before = mine.detach().clone();
   ours.flush();
   EXPECT_TRUE(torch::equal(mine, before));
 }
 
-TEST(Optimizers, AnOptimizerThatGoesSettlesItsTables) {
+TEST(Optimizers, DestroyingAnOptimizerFlushesItsTables) {
   Tensor left = parameter(torch::ones({4, 2})), before;
   {
     optim::RowSGD optimizer({left}, optim::RowSGDOptions(0.1).momentum(0.9));
@@ -242,7 +276,7 @@ TEST(Optimizers, AnOptimizerThatGoesSettlesItsTables) {
   EXPECT_TRUE(torch::equal(left[2], before[2]));
 }
 
-// Stands in for the guard of the CPU: its stream captures a graph until end().
+// Replaces the CPU's device guard: its stream captures a graph until end().
 class Capture {
  public:
   Capture() {
@@ -256,14 +290,17 @@ class Capture {
   struct Capturing : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CPU> {
     bool isStreamCapturing(const c10::Stream&) const override { return true; }
   };
-  static std::atomic<const c10::impl::DeviceGuardImplInterface*>& slot() { return c10::impl::device_guard_impl_registry[size_t(c10::DeviceType::CPU)]; }
+  static std::atomic<const c10::impl::DeviceGuardImplInterface*>& slot() {
+    return c10::impl::device_guard_impl_registry[size_t(c10::DeviceType::CPU)];
+  }
   const c10::impl::DeviceGuardImplInterface* before_ = slot().load();
 };
 
-// Else the flush would run again with every replay of the graph.
-TEST(Optimizers, AnOptimizerThatGoesDuringACaptureSettlesItsTablesAfterIt) {
+// Otherwise the flush would run again with every replay of the graph.
+TEST(Optimizers, DestroyingAnOptimizerDuringACaptureFlushesItsTablesAfterIt) {
   const auto train = [](Tensor& table) {
-    auto optimizer = std::make_unique<optim::RowSGD>(std::vector<Tensor>{table}, optim::RowSGDOptions(0.1).momentum(0.9));
+    auto optimizer = std::make_unique<optim::RowSGD>(std::vector<Tensor>{table},
+                                                     optim::RowSGDOptions(0.1).momentum(0.9));
     for (const int row : {1, 2}) {
       table.mutable_grad() = sparse(torch::tensor({row}), torch::ones({1, 2}), table.sizes());
       optimizer->step();
@@ -272,21 +309,23 @@ TEST(Optimizers, AnOptimizerThatGoesDuringACaptureSettlesItsTablesAfterIt) {
   };
   Tensor want = parameter(torch::ones({4, 2})), other = parameter(torch::ones({4, 2}));
   train(want).reset();
-  const std::vector<std::function<void(Tensor&)>> looks{[](Tensor& table) { xsoftmax::settle(table.detach()); }, [&](Tensor&) { xsoftmax::settle(other); },
-                                                        [&](Tensor&) { optim::RowAdam(std::vector<Tensor>{other}).step(); },
-                                                        [&](Tensor&) { optim::RowAdagrad(std::vector<Tensor>{other}).flush(); },
-                                                        [&](Tensor&) { optim::RowSGD optimizer(std::vector<Tensor>{other}); }};
+  const std::vector<std::function<void(Tensor&)>> looks{
+      [](Tensor& table) { xsoftmax::catch_up(table.detach()); },
+      [&](Tensor&) { xsoftmax::catch_up(other); },
+      [&](Tensor&) { optim::RowAdam(std::vector<Tensor>{other}).step(); },
+      [&](Tensor&) { optim::RowAdagrad(std::vector<Tensor>{other}).flush(); },
+      [&](Tensor&) { optim::RowSGD optimizer(std::vector<Tensor>{other}); }};
   for (const auto& look : looks) {
     Tensor table = parameter(torch::ones({4, 2}));
     auto optimizer = train(table);
-    const Tensor owes = table.detach().clone();
+    const Tensor pending = table.detach().clone();
     Capture capture;
     optimizer.reset();
-    xsoftmax::settle(other); // leaves it while the stream still captures
-    EXPECT_TRUE(torch::equal(table, owes));
+    xsoftmax::catch_up(other); // does not flush while the stream is capturing
+    EXPECT_TRUE(torch::equal(table, pending));
     capture.end();
     look(table);
-    EXPECT_FALSE(torch::equal(table, owes));
+    EXPECT_FALSE(torch::equal(table, pending));
     EXPECT_TRUE(torch::equal(table, want));
   }
 }
@@ -297,7 +336,7 @@ TEST(Optimizers, ALearningRateThatIsATensorStepsAsItsNumber) {
   optim::RowAdam of_tensor({parameter(table)}, optim::RowAdamOptions(1.0).lr_tensor(rate));
   optim::RowAdam of_number({parameter(table)}, optim::RowAdamOptions(0.05));
   for (const double next : {0.05, 0.02, 0.01}) {
-    of_tensor.param_groups()[0].options().set_lr(next); // in place
+    of_tensor.param_groups()[0].options().set_lr(next); // changes the tensor in place
     of_number.param_groups()[0].options().set_lr(next);
     EXPECT_EQ(rate.item<double>(), next);
     const Tensor ids = torch::randint(12, {6}, torch::kLong), values = torch::randn({6, 5});
@@ -319,7 +358,7 @@ TEST(Optimizers, ALearningRateThatIsATensorStepsAsItsNumber) {
   EXPECT_EQ(resumed.param_groups()[0].options().get_lr(), 0.01);
   std::stringstream again;
   torch::save(of_tensor, again);
-  const Tensor held = torch::tensor(0.5, torch::kFloat64); // as a captured step reads it
+  const Tensor held = torch::tensor(0.5, torch::kFloat64); // the tensor that a captured step reads
   optim::RowAdam resumed_on_device({parameter(table)}, optim::RowAdamOptions(0.5).lr_tensor(held));
   torch::load(resumed_on_device, again);
   EXPECT_EQ(held.item<double>(), 0.01);
@@ -327,7 +366,7 @@ TEST(Optimizers, ALearningRateThatIsATensorStepsAsItsNumber) {
   EXPECT_EQ(held.item<double>(), 0.02);
 }
 
-// Torch's fused kernels of 16-bit parameters are wrong on the CPU.
+// Torch's fused kernels for 16-bit parameters give wrong results on the CPU.
 TEST(Optimizers, DenseGradientsOf16BitParameters) {
   const Tensor table = torch::randn({8, 8}).to(torch::kBFloat16);
   optim::RowSGD ours({parameter(table)}, optim::RowSGDOptions(0.1).momentum(0.9));
@@ -362,7 +401,8 @@ TEST(Optimizers, Errors) {
   EXPECT_THROW(optim::RowSGD({table}, optim::RowSGDOptions(-1)), c10::ValueError);
   EXPECT_THROW(optim::RowSGD({table}, optim::RowSGDOptions(0.1).nesterov(true)), c10::ValueError);
   EXPECT_THROW(optim::RowAdagrad({table}, optim::RowAdagradOptions(0.1).eps(-1)), c10::ValueError);
-  EXPECT_THROW(optim::RowAdam({table}, optim::RowAdamOptions(0.1).betas({1.0, 0.9})), c10::ValueError);
+  EXPECT_THROW(optim::RowAdam({table}, optim::RowAdamOptions(0.1).betas({1.0, 0.9})),
+               c10::ValueError);
   table.mutable_grad() = torch::ones({12, 5}).to_sparse();
   EXPECT_THROW(optim::RowAdam({table}).step(), c10::Error);
 }
@@ -388,7 +428,8 @@ TEST(ClipGradNorm, EqualsTorchOnDense) {
   }
 }
 
-// Errors name the function of this library. The documentation says that a finite norm leaves row-sparse gradients unclipped.
+// Error messages name the function of this library. As documented, a finite norm leaves row-sparse
+// gradients unclipped.
 TEST(ClipGradNorm, OfTorchOnRowSparseGradients) {
   const Tensor table = parameter(torch::zeros({5, 4})), twin = parameter(torch::zeros({5, 4}));
   const auto fresh = [&] {
@@ -409,8 +450,11 @@ TEST(ClipGradNorm, OfTorchOnRowSparseGradients) {
     }
     return "";
   };
-  for (const std::string& message : {message_of([&] { torch::nn::utils::clip_grad_norm_(table, 0.5, std::numeric_limits<double>::infinity()); }),
-                                     message_of([&] { torch::nn::utils::clip_grad_value_(table, 0.5); })}) {
+  for (const std::string& message :
+       {message_of([&] {
+          torch::nn::utils::clip_grad_norm_(table, 0.5, std::numeric_limits<double>::infinity());
+        }),
+        message_of([&] { torch::nn::utils::clip_grad_value_(table, 0.5); })}) {
     EXPECT_NE(message.find("xsoftmax::clip_grad_norm_"), std::string::npos) << message;
   }
 }

@@ -1,4 +1,5 @@
-// Tables in files. What files say of themselves is tested in tests/python/test_mapped_tables.py, on the same operators.
+// Memory-mapped tables. The state stored in files is tested in
+// tests/python/table/test_mapped_tables.py, on the same operators.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -52,7 +53,8 @@ class Tables : public testing::Test {
 // A loss over a table, and an optimizer.
 struct Training {
   explicit Training(const Tensor& weight)
-      : loss(kWidth, kClasses, xsoftmax::samplers::UniformSampler(kClasses, 40).ptr(), xsoftmax::nn::SamplingOptions(),
+      : loss(kWidth, kClasses, xsoftmax::samplers::UniformSampler(kClasses, 40).ptr(),
+             xsoftmax::nn::SamplingOptions(),
              xsoftmax::nn::LossOptions{.linear = tables::linear(weight)}),
         optimizer(loss->parameters(), xsoftmax::optim::RowAdagradOptions(0.1)) {}
 
@@ -70,7 +72,8 @@ struct Training {
 TEST_F(Tables, TrainInAFileAsInMemory) {
   Tensor weight = make();
   EXPECT_EQ(state(), "whole");
-  EXPECT_TRUE(weight.requires_grad() && weight.abs().max().item<double>() <= 1 / std::sqrt(double(kWidth)));
+  EXPECT_TRUE(weight.requires_grad() &&
+              weight.abs().max().item<double>() <= 1 / std::sqrt(double(kWidth)));
   const Tensor plain = weight.detach().clone().requires_grad_();
   {
     Training in_file(weight), in_memory(plain);
@@ -88,7 +91,7 @@ TEST_F(Tables, TrainInAFileAsInMemory) {
     EXPECT_EQ(state(), "dirty");
   }
   weight = Tensor();
-  EXPECT_EQ(state(), "whole"); // with its last tensor
+  EXPECT_EQ(state(), "whole"); // written when the last tensor is released
   weight = tables::mapped(path, kClasses, kWidth);
   EXPECT_TRUE(torch::equal(weight, plain));
 }
@@ -99,14 +102,14 @@ TEST_F(Tables, StateIsFoundAgainAndLoaded) {
   in_memory.step(0);
   Training(weight).step(0);
   in_memory.step(1);
-  Training second(weight); // finds the state of the first
+  Training second(weight); // finds the optimizer state of the first
   second.step(1);
   EXPECT_TRUE(torch::equal(weight, plain));
 
   std::stringstream saved;
   torch::save(second.optimizer, saved);
   second.step(2);
-  torch::load(second.optimizer, saved); // goes into the file
+  torch::load(second.optimizer, saved); // writes to the file
   weight.detach().copy_(plain.detach());
   tables::flush(weight);
   second.step(3);
@@ -114,17 +117,23 @@ TEST_F(Tables, StateIsFoundAgainAndLoaded) {
   EXPECT_TRUE(torch::equal(weight, plain));
 }
 
-// What is wrong with the state of the last parameter is found before anything is changed: the file of the first, and what its rows owe.
+// Errors in the state of the last parameter are found before anything changes: the file of the
+// first, and its pending updates.
 TEST_F(Tables, ARefusedLoadChangesNothing) {
   const auto step = [](auto& optimizer, std::vector<Tensor> params, int64_t row) {
     for (Tensor& param : params) {
-      param.mutable_grad() = torch::sparse_coo_tensor(torch::full({1, 1}, row), torch::ones({1, kWidth}, param.options()), param.sizes());
+      param.mutable_grad() = torch::sparse_coo_tensor(
+          torch::full({1, 1}, row), torch::ones({1, kWidth}, param.options()), param.sizes());
     }
     optimizer.step();
   };
-  const auto of_memory = [](at::ScalarType dtype) { return torch::zeros({kClasses, kWidth}, torch::TensorOptions(dtype).requires_grad(true)); };
-  const std::vector<Tensor> params{make(), of_memory(torch::kFloat)}, others{of_memory(torch::kFloat), of_memory(torch::kDouble)};
-  const std::vector<Tensor> twins{params[0].detach().clone().requires_grad_(), of_memory(torch::kFloat)};
+  const auto of_memory = [](at::ScalarType dtype) {
+    return torch::zeros({kClasses, kWidth}, torch::TensorOptions(dtype).requires_grad(true));
+  };
+  const std::vector<Tensor> params{make(), of_memory(torch::kFloat)},
+      others{of_memory(torch::kFloat), of_memory(torch::kDouble)};
+  const std::vector<Tensor> twins{params[0].detach().clone().requires_grad_(),
+                                  of_memory(torch::kFloat)};
   using Adam = xsoftmax::optim::RowAdam;
   Adam optimizer(params, 0.1), twin(twins, 0.1), other(others, 0.2);
   step(other, others, 7);
@@ -138,7 +147,7 @@ TEST_F(Tables, ARefusedLoadChangesNothing) {
   step(optimizer, params, 1);
   step(twin, twins, 1);
   tables::flush(params[0]);
-  xsoftmax::settle(params[1]);
+  xsoftmax::catch_up(params[1]);
   twin.flush();
   for (size_t i = 0; i < params.size(); ++i) {
     EXPECT_TRUE(torch::equal(params[i], twins[i])) << i;
@@ -152,7 +161,9 @@ TEST_F(Tables, SayWhatDoesNotFit) {
   EXPECT_THROW(tables::open(folder / "none"), c10::Error);
   EXPECT_THROW(tables::mapped(folder / "none" / "x", 3, 4), c10::Error);
   EXPECT_THROW(tables::flush(torch::ones({3, 4})), c10::ValueError);
-  EXPECT_THROW(tables::mapped(folder / "x", 3, 4, {.init = [](Tensor) { throw std::runtime_error("no"); }}), std::runtime_error);
+  EXPECT_THROW(
+      tables::mapped(folder / "x", 3, 4, {.init = [](Tensor) { throw std::runtime_error("no"); }}),
+      std::runtime_error);
   EXPECT_FALSE(fs::exists(folder / "x"));
   fs::resize_file(path, 5000);
   EXPECT_THROW(tables::open(path), c10::ValueError);
@@ -162,9 +173,11 @@ TEST_F(Tables, SayWhatDoesNotFit) {
 
 TEST_F(Tables, AreMadeByBlocksThatTellHowFarTheyAre) {
   std::vector<int64_t> told;
-  const Tensor bias = tables::mapped(
-      path, 10, std::nullopt,
-      {.dtype = torch::kBFloat16, .init = [](Tensor rows) { rows.fill_(2); }, .progress = [&](int64_t done, int64_t all) { told = {done, all}; }});
+  const Tensor bias =
+      tables::mapped(path, 10, std::nullopt,
+                     {.dtype = torch::kBFloat16,
+                      .init = [](Tensor rows) { rows.fill_(2); },
+                      .progress = [&](int64_t done, int64_t all) { told = {done, all}; }});
   EXPECT_EQ(told, (std::vector<int64_t>{10, 10}));
   EXPECT_TRUE(torch::equal(bias.detach().to(torch::kFloat), torch::full({10}, 2.0f)));
   EXPECT_FALSE(tables::mapped(folder / "zeros", 10, 3, {.init = nullptr}).any().item<bool>());

@@ -1,4 +1,4 @@
-"""What tests of the emulator share."""
+"""Fixtures shared by the tests of the emulator."""
 
 import os
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture
 def on_a_device():
-    """Runs the CUDA kernels on tensors of the CPU, at whose values the library does not look."""
+    """Runs the CUDA kernels on CPU tensors, whose values the library then does not read."""
     torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
     torch.ops.cuda_emulator.take_over()
     torch.ops.cuda_emulator.let_host_read(False)

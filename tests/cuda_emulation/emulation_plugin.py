@@ -1,11 +1,16 @@
-"""A plugin of pytest (-p emulation_plugin): CPU tensors go the way of CUDA tensors, whose kernels run on the emulator.
+"""A pytest plugin (-p emulation_plugin) that makes CPU tensors take the path of CUDA tensors, whose
+kernels run on the emulator.
 
-XSOFTMAX_EMULATE_LIBRARY   libxsoftmax_emulated.so
-XSOFTMAX_EMULATE_ORDER     in which threads and blocks run: forward (default), reverse, or a number, the seed of random orders
-XSOFTMAX_EMULATE_BLOCKS    at most so many blocks in x, so that loops that stride over the grid do stride; 0 (default): as launched
+Environment variables:
+    XSOFTMAX_EMULATE_LIBRARY   path of libxsoftmax_emulated.so
+    XSOFTMAX_EMULATE_ORDER     order in which threads and blocks run: forward (default), reverse,
+                               or a number, the seed of random orders
+    XSOFTMAX_EMULATE_BLOCKS    maximal number of blocks in x, so that grid-stride loops do stride;
+                               0 (default): as launched
 
-Tests that differ by nature are left out; differs.txt lists them with the reasons. So is what an operator must
-not do on a device (emulator/take_over.cpp): allowed.txt lists what may be.
+Tests whose results differ by nature are skipped; differs.txt lists them with the reasons. Operators
+that do something they must not do on a device (emulator/take_over.cpp) fail the run; allowed.txt
+lists the exceptions.
 """
 
 import os
@@ -25,10 +30,10 @@ ALLOWED = Path(__file__).with_name("allowed.txt")
 torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
 emulator = torch.ops.cuda_emulator
 emulator.set_order(ORDER)
-emulator.set_most_blocks(BLOCKS)
+emulator.set_max_blocks(BLOCKS)
 no_way = emulator.take_over()
 launched: dict[str, list[int]] = {}  # kernel -> launches, blocks, threads
-findings: set[str] = set()  # what operators did that they must not do on a device
+findings: set[str] = set()  # forbidden actions of operators on a device
 
 
 def patterns(file):
@@ -37,21 +42,23 @@ def patterns(file):
 
 
 def matches(item, pattern):
-    """As in a shell, but for brackets, which stand for themselves."""
+    """Matches like a shell pattern, except that brackets are literal."""
     name = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
     return fnmatchcase(name.replace("[", "("), pattern.replace("[", "("))
 
 
 def pytest_report_header():
-    return f"CPU tensors go the way of CUDA tensors, threads {ORDER}; operators without such a way: {', '.join(no_way) or 'none'}"
+    return (f"CPU tensors run CUDA kernels, threads {ORDER}; operators without such a kernel: "
+            f"{', '.join(no_way) or 'none'}")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k leaves out others
+@pytest.hookimpl(tryfirst=True)  # before -k deselects tests
 def pytest_collection_modifyitems(config, items):
     left_out, files = set(), {item.path.name for item in items}
     for pattern in patterns(DIFFERS):
         found = {item for item in items if matches(item, pattern)}
-        if not found and pattern.partition("::")[0] in files and not any("::" in argument for argument in config.args):
+        if not found and pattern.partition("::")[0] in files and not any(
+                "::" in argument for argument in config.args):
             raise pytest.UsageError(f"{DIFFERS.name}: {pattern} matches no test")
         left_out |= found
     items[:] = [item for item in items if item not in left_out]
@@ -64,10 +71,11 @@ def add(kernels):
 
 
 def faults():
-    return sorted(finding for finding in findings if not any(fnmatchcase(finding, pattern) for pattern in patterns(ALLOWED)))
+    return sorted(finding for finding in findings
+                  if not any(fnmatchcase(finding, pattern) for pattern in patterns(ALLOWED)))
 
 
-@pytest.hookimpl(trylast=True)  # when all processes have told theirs
+@pytest.hookimpl(trylast=True)  # after all processes have reported
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["launched"] = dict(emulator.launched())
@@ -88,6 +96,7 @@ def pytest_testnodedown(node, error):
 
 def pytest_terminal_summary(terminalreporter):
     for kernel, (launches, blocks, threads) in sorted(launched.items()):
-        terminalreporter.write_line(f"emulated {kernel}: {launches} launches, {blocks} blocks, {threads} threads")
+        terminalreporter.write_line(f"emulated {kernel}: {launches} launches, {blocks} blocks, "
+                                    f"{threads} threads")
     for fault in faults():
         terminalreporter.write_line(f"FAILED {fault}", red=True)

@@ -1,6 +1,7 @@
-// Small kernels for test_tool.py: some are right, the others have a fault that the emulator must find.
+// Small kernels for test_tool.py: some are correct, the others have a fault that the emulator must
+// find.
 
-#include "core/cuda_rows.cuh"
+#include "table/cuda_rows.cuh"
 
 #include <ATen/ops/full_like.h>
 
@@ -13,13 +14,15 @@ using namespace xsoftmax::cuda;
 
 constexpr int kTile = 128;
 
-// ------------------------------------------------------------------------------------------------------------------------ right
+// -------------------------------------------------------------------------------------------------
+// correct kernels
 
-// Every block turns its tile round.
+// Every block reverses its tile.
 template <typename T>
 __global__ void turn_kernel(const T* x, T* out, int64_t n) {
   __shared__ T tile[kTile];
-  for (int64_t first = int64_t(blockIdx.x) * kTile; first < n; first += int64_t(gridDim.x) * kTile) {
+  for (int64_t first = int64_t(blockIdx.x) * kTile; first < n;
+       first += int64_t(gridDim.x) * kTile) {
     tile[threadIdx.x] = x[first + threadIdx.x];
     __syncthreads();
     out[first + threadIdx.x] = tile[kTile - 1 - threadIdx.x];
@@ -36,7 +39,7 @@ __global__ void turn_dynamic_kernel(const float* x, float* out) {
   out[at + threadIdx.x] = tile[kTile - 1 - threadIdx.x];
 }
 
-// The same with every intrinsic at work: what it finds must be what is known beforehand.
+// The same with all intrinsics, whose results are known in advance.
 __global__ void turn_by_intrinsics_kernel(const float* x, float* out, int* count) {
   __shared__ float tile[kTile / kWarp][kWarp], sum;
   const unsigned t = threadIdx.x, me = t % kWarp;
@@ -44,12 +47,16 @@ __global__ void turn_by_intrinsics_kernel(const float* x, float* out, int* count
   if (t == 0) {
     sum = 0;
   }
-  CUDA_KERNEL_ASSERT(__syncthreads_count(t % 4 == 0) == kTile / 4 && __syncthreads_or(t == 5) && !__syncthreads_and(t != 5));
-  CUDA_KERNEL_ASSERT(warp_sum(me) == 496 && __reduce_add_sync(kAllLanes, 1) == 32 && __reduce_max_sync(kAllLanes, int(me) - 40) == -9);
-  CUDA_KERNEL_ASSERT(__ballot_sync(kAllLanes, me < 3) == 7 && __any_sync(kAllLanes, me == 9) && !__all_sync(kAllLanes, me != 9));
+  CUDA_KERNEL_ASSERT(__syncthreads_count(t % 4 == 0) == kTile / 4 && __syncthreads_or(t == 5) &&
+                     !__syncthreads_and(t != 5));
+  CUDA_KERNEL_ASSERT(warp_sum(me) == 496 && __reduce_add_sync(kAllLanes, 1) == 32 &&
+                     __reduce_max_sync(kAllLanes, int(me) - 40) == -9);
+  CUDA_KERNEL_ASSERT(__ballot_sync(kAllLanes, me < 3) == 7 && __any_sync(kAllLanes, me == 9) &&
+                     !__all_sync(kAllLanes, me != 9));
   CUDA_KERNEL_ASSERT(__match_any_sync(kAllLanes, me / 16) == (me < 16 ? 0xFFFFu : 0xFFFF0000u));
-  CUDA_KERNEL_ASSERT(__shfl_up_sync(kAllLanes, me, 1, 8) == me - (me % 8 > 0) && __shfl_down_sync(kAllLanes, me, 1) == me + (me < 31));
-  if (me < 16) { // half of the warp for itself
+  CUDA_KERNEL_ASSERT(__shfl_up_sync(kAllLanes, me, 1, 8) == me - (me % 8 > 0) &&
+                     __shfl_down_sync(kAllLanes, me, 1) == me + (me < 31));
+  if (me < 16) { // only half of the warp
     CUDA_KERNEL_ASSERT(__shfl_sync(0xFFFFu, double(me), 3) == 3);
   }
   atomicAdd(&sum, 1.0f);
@@ -60,7 +67,7 @@ __global__ void turn_by_intrinsics_kernel(const float* x, float* out, int* count
   out[int64_t(blockIdx.x) * kTile + t] = tile[kTile / kWarp - 1 - t / kWarp][me];
 }
 
-// Known traffic: every thread copies 16 bytes, by way of memory of its own.
+// Known traffic: every thread copies 16 bytes through local memory.
 __global__ void copy_packs_kernel(const float* x, float* out, int64_t n) {
   const int64_t at = 4 * global_thread();
   if (at < n) {
@@ -74,7 +81,7 @@ __global__ void copy_packs_kernel(const float* x, float* out, int64_t n) {
   }
 }
 
-// Of eight elements one is read, and one written.
+// Reads and writes one of eight elements.
 __global__ void one_of_eight_kernel(const float* x, float* out, int64_t n) {
   const int64_t at = 8 * global_thread();
   if (at < n) {
@@ -88,7 +95,8 @@ __global__ void same_tile_kernel(const float* x, float* out) {
   out[global_thread()] = again[threadIdx.x] + again[kTile - 1 - threadIdx.x];
 }
 
-// ----------------------------------------------------------------------------------------------------------------------- faults
+// -------------------------------------------------------------------------------------------------
+// faulty kernels
 
 __global__ void no_barrier_kernel(const float* x, float* out) {
   __shared__ float tile[kTile];
@@ -101,14 +109,14 @@ __global__ void no_barrier_in_loop_kernel(const float* x, float* out, int64_t n)
   for (int64_t first = 0; first < n; first += kTile) {
     tile[threadIdx.x] = x[first + threadIdx.x];
     __syncthreads();
-    out[first + threadIdx.x] = tile[kTile - 1 - threadIdx.x]; // and the next round writes to it
+    out[first + threadIdx.x] = tile[kTile - 1 - threadIdx.x]; // the next iteration overwrites it
   }
 }
 
 __global__ void no_syncwarp_kernel(const float* x, float* out) {
   __shared__ float tile[kTile];
   tile[threadIdx.x] = x[threadIdx.x];
-  const float other = tile[threadIdx.x ^ 31]; // of the same warp
+  const float other = tile[threadIdx.x ^ 31]; // an element of the same warp
   __syncthreads();
   tile[threadIdx.x] = other;
   __syncthreads();
@@ -149,13 +157,15 @@ __global__ void lane_that_does_not_come_kernel(float* out) {
   __syncthreads();
 }
 
-__global__ void masks_differ_kernel(int* count) { *count = __ballot_sync(threadIdx.x % kWarp < 16 ? kAllLanes : ~1u, 1); }
+__global__ void masks_differ_kernel(int* count) {
+  *count = __ballot_sync(threadIdx.x % kWarp < 16 ? kAllLanes : ~1u, 1);
+}
 
 __global__ void warp_sum_kernel(float* out) { out[threadIdx.x] = warp_sum(1.0f); }
 
 __global__ void shared_write_too_far_kernel(float* out) {
   __shared__ float tile[kTile];
-  float* to = tile; // sanitizers know the length of `tile` itself
+  float* to = tile; // hides the length of `tile` from the sanitizers
   to[threadIdx.x + 1] = 1;
   out[threadIdx.x] = tile[threadIdx.x];
 }
@@ -168,7 +178,9 @@ __global__ void shared_read_too_far_kernel(float* out) {
   out[threadIdx.x] = from[threadIdx.x + 1] * 0;
 }
 
-__global__ void global_write_too_far_kernel(float* out, int64_t n) { out[n - kTile + 1 + threadIdx.x] = 0; }
+__global__ void global_write_too_far_kernel(float* out, int64_t n) {
+  out[n - kTile + 1 + threadIdx.x] = 0;
+}
 
 __global__ void assert_kernel() { CUDA_KERNEL_ASSERT(threadIdx.x != 3); }
 
@@ -184,7 +196,7 @@ __global__ void much_dynamic_memory_kernel(float* out) {
   out[threadIdx.x] = memory[16383 - threadIdx.x];
 }
 
-// 32 KB of its own.
+// Has 32 KB of static shared memory.
 template <int N>
 __global__ void both_kinds_of_memory_kernel(float* out) {
   __shared__ float tile[N];
@@ -205,7 +217,7 @@ __global__ void nothing_kernel() {}
 
 using at::Tensor;
 
-/// out [n], n a multiple of kTile. Kernels that turn tiles round do so with each tile of x.
+/// out [n], n a multiple of kTile. Kernels that reverse tiles do so with each tile of x.
 Tensor run(const std::string& name, const Tensor& x) {
   const c10::cuda::CUDAGuard guard(x.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -213,7 +225,8 @@ Tensor run(const std::string& name, const Tensor& x) {
   const int64_t n = x.numel();
   const unsigned blocks = unsigned(n / kTile);
   if (x.scalar_type() == at::kHalf) {
-    turn_kernel<at::Half><<<blocks, kTile, 0, stream>>>(x.const_data_ptr<at::Half>(), out.mutable_data_ptr<at::Half>(), n);
+    turn_kernel<at::Half><<<blocks, kTile, 0, stream>>>(x.const_data_ptr<at::Half>(),
+                                                        out.mutable_data_ptr<at::Half>(), n);
     return out;
   }
   const float* in = x.const_data_ptr<float>();
@@ -221,7 +234,8 @@ Tensor run(const std::string& name, const Tensor& x) {
   int count = 0;
   const std::map<std::string, std::function<void()>> kernels{
       {"turn", [&] { turn_kernel<float><<<blocks, kTile, 0, stream>>>(in, to, n); }},
-      {"turn_dynamic", [&] { turn_dynamic_kernel<<<blocks, kTile, kTile * sizeof(float), stream>>>(in, to); }},
+      {"turn_dynamic",
+       [&] { turn_dynamic_kernel<<<blocks, kTile, kTile * sizeof(float), stream>>>(in, to); }},
       {"turn_by_intrinsics",
        [&] {
          turn_by_intrinsics_kernel<<<blocks, kTile, 0, stream>>>(in, to, &count);
@@ -231,7 +245,8 @@ Tensor run(const std::string& name, const Tensor& x) {
       {"one_of_eight", [&] { one_of_eight_kernel<<<blocks, kTile, 0, stream>>>(in, to, n); }},
       {"same_tile", [&] { same_tile_kernel<<<blocks, kTile, 0, stream>>>(in, to); }},
       {"no_barrier", [&] { no_barrier_kernel<<<1, kTile, 0, stream>>>(in, to); }},
-      {"no_barrier_in_loop", [&] { no_barrier_in_loop_kernel<<<1, kTile, 0, stream>>>(in, to, n); }},
+      {"no_barrier_in_loop",
+       [&] { no_barrier_in_loop_kernel<<<1, kTile, 0, stream>>>(in, to, n); }},
       {"no_syncwarp", [&] { no_syncwarp_kernel<<<1, kTile, 0, stream>>>(in, to); }},
       {"barrier_of_some", [&] { barrier_of_some_kernel<<<1, kTile>>>(); }},
       {"two_barriers", [&] { two_barriers_kernel<<<1, kTile>>>(); }},
@@ -249,15 +264,20 @@ Tensor run(const std::string& name, const Tensor& x) {
       {"much_dynamic_memory",
        [&] {
          C10_CUDA_CHECK(cudaMemsetAsync(to, 0, size_t(n) * sizeof(float), stream));
-         C10_CUDA_CHECK(cudaFuncSetAttribute(much_dynamic_memory_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 65536));
+         C10_CUDA_CHECK(cudaFuncSetAttribute(much_dynamic_memory_kernel,
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize, 65536));
          much_dynamic_memory_kernel<<<1, kTile, 65536, stream>>>(to);
-         TORCH_CHECK(cudaFuncSetAttribute(much_dynamic_memory_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 1 << 20) != cudaSuccess);
+         TORCH_CHECK(cudaFuncSetAttribute(much_dynamic_memory_kernel,
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          1 << 20) != cudaSuccess);
        }},
       {"both_kinds_of_memory", [&] { both_kinds_of_memory_kernel<8192><<<1, kTile, 16384>>>(to); }},
-      {"both_kinds_of_much_memory", [&] { both_kinds_of_memory_kernel<8192><<<1, kTile, 16388>>>(to); }},
+      {"both_kinds_of_much_memory",
+       [&] { both_kinds_of_memory_kernel<8192><<<1, kTile, 16388>>>(to); }},
       {"both_kinds_of_more_memory",
        [&] {
-         C10_CUDA_CHECK(cudaFuncSetAttribute(both_kinds_of_memory_kernel<8192 + 1>, cudaFuncAttributeMaxDynamicSharedMemorySize, 65536));
+         C10_CUDA_CHECK(cudaFuncSetAttribute(both_kinds_of_memory_kernel<8192 + 1>,
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize, 65536));
          both_kinds_of_memory_kernel<8192 + 1><<<1, kTile, 65536>>>(to);
        }},
       {"much_shared_memory", [&] { much_shared_memory_kernel<<<1, kTile>>>(to); }},

@@ -1,4 +1,5 @@
-"""Launches of a training step, as benchmarks/host_cost.py counts them on the emulator: a device waits for the host where there are many."""
+"""Kernel launches per training step, counted by benchmarks/host_cost.py on the emulator: with many
+launches, a device waits for the host."""
 
 import os
 import sys
@@ -14,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from host_cost import count_launches, sampled_step
 
 
-@pytest.mark.parametrize("make, most", [(lambda: xs.samplers.UniformSampler(100_000, 512), 20),
-                                        (lambda: xs.samplers.LogUniformSampler(100_000, 20, shared=False), 16)])
+@pytest.mark.parametrize("make, most",
+                         [(lambda: xs.samplers.UniformSampler(100_000, 512), 20),
+                          (lambda: xs.samplers.LogUniformSampler(100_000, 20, shared=False), 16)])
 def test_a_step_launches_little(make, most):
     torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
     torch.ops.cuda_emulator.take_over()
@@ -26,11 +28,14 @@ def test_a_step_launches_little(make, most):
 @pytest.mark.parametrize("ignore_index", [-100, 0])
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_loss_that_looks_at_no_target_is_the_same(shared, ignore_index, reduction):
-    """Targets of a device are not looked at: what is ignored, and holds no number, is left out by the kernels."""
+    """Target values of a device are not read: the kernels leave out ignored queries, whose input is
+    not a number."""
     torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
     torch.ops.cuda_emulator.take_over()
-    sampler = xs.samplers.UniformSampler(100, 16) if shared else xs.samplers.LogUniformSampler(100, 5, shared=False)
-    loss = xs.SampledSoftmaxLoss(8, 100, sampler=sampler, reduction=reduction, ignore_index=ignore_index)
+    sampler = xs.samplers.UniformSampler(100, 16) if shared else xs.samplers.LogUniformSampler(
+        100, 5, shared=False)
+    loss = xs.SampledSoftmaxLoss(8, 100, sampler=sampler, reduction=reduction,
+                                 ignore_index=ignore_index)
     input, target = torch.randn(6, 8), torch.tensor([5, ignore_index, 99, 5, ignore_index, 16])
     input[1] = float("nan")
 
@@ -52,8 +57,7 @@ def test_a_loss_that_looks_at_no_target_is_the_same(shared, ignore_index, reduct
 
 
 class ScoreGradients(TorchDispatchMode):
-    """Collects the gradients of scores that meet the table."""
-
+    """Collects the gradients of scores that are multiplied with the table."""
     def __init__(self) -> None:
         super().__init__()
         self.found = []
@@ -66,10 +70,12 @@ class ScoreGradients(TorchDispatchMode):
 
 @pytest.mark.parametrize("private", [0, 20])
 def test_products_with_shared_candidates_read_16_bytes_at_a_time(private):
-    """Where a row does not begin on 16 bytes, products of bfloat16 and TF32 leave the fast kernels of a device."""
+    """If rows are not aligned to 16 bytes, products of bfloat16 and TF32 do not use the fast
+    kernels of a device."""
     torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
     torch.ops.cuda_emulator.take_over()
-    parts = [xs.samplers.UniformSampler(1000, 51)] + ([xs.samplers.LogUniformSampler(1000, private, shared=False)] if private else [])
+    parts = [xs.samplers.UniformSampler(1000, 51)
+             ] + ([xs.samplers.LogUniformSampler(1000, private, shared=False)] if private else [])
     sampler = xs.samplers.UnionSampler(*parts) if private else parts[0]
     loss = xs.SampledSoftmaxLoss(64, 1000, sampler=sampler)
     torch.ops.cuda_emulator.let_host_read(False)
@@ -85,25 +91,29 @@ def test_products_with_shared_candidates_read_16_bytes_at_a_time(private):
 
 
 def test_compiles_for_any_batch_size():
-    """The path of a device is traced with symbolic sizes."""
+    """The device path is traced with symbolic sizes."""
     torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
     torch.ops.cuda_emulator.take_over()
-    for sampler in (xs.samplers.UniformSampler(100, 16), xs.samplers.LogUniformSampler(100, 5, shared=False)):
+    for sampler in (xs.samplers.UniformSampler(100, 16),
+                    xs.samplers.LogUniformSampler(100, 5, shared=False)):
         loss = xs.SampledSoftmaxLoss(8, 100, sampler=sampler, sparse_grad=False)
         torch.ops.cuda_emulator.let_host_read(False)
         try:
             compiled = torch.compile(loss, backend="aot_eager", dynamic=True, fullgraph=True)
             for queries in (6, 9):
-                input, target = torch.randn(queries, 8, requires_grad=True), torch.randint(100, (queries,))
+                input, target = torch.randn(queries, 8,
+                                            requires_grad=True), torch.randint(100, (queries,))
                 target[1] = -100
                 compiled(input, target).backward()
-                assert input.grad.isfinite().all() and (input.grad[1] == 0).all() and input.grad[0].abs().sum() > 0
+                assert input.grad.isfinite().all() and (
+                    input.grad[1] == 0).all() and input.grad[0].abs().sum() > 0
         finally:
             torch.ops.cuda_emulator.let_host_read(True)
 
 
 def test_rows_that_are_no_longer_sorted_stop_the_kernel():
-    """Rows of a loss are sorted, and are not sorted again; whoever writes to them hears of it."""
+    """Rows of a loss are sorted and not sorted again; a kernel asserts if someone writes to
+    them."""
     torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
     torch.ops.cuda_emulator.take_over()
     loss = xs.SampledSoftmaxLoss(8, 1000, sampler="uniform", num_samples=16)

@@ -1,4 +1,5 @@
-"""Tables whose gradient is left as terms for their optimizer (lazy_gradient), as on a device, against gradients that are written out."""
+"""Tables whose gradient is kept as terms for their optimizer (lazy_gradient), as on a device,
+compared with gradients that are written out."""
 
 import copy
 
@@ -8,24 +9,31 @@ import torch
 import xsoftmax as xs
 
 N, D, Q = 60, 8, 12
-OPTIMIZERS = {"adam": (xs.optim.RowAdam, dict(weight_decay=0.01)), "row-wise adam": (xs.optim.RowAdam, dict(row_wise=True)),
-              "maximize": (xs.optim.RowAdam, dict(maximize=True)), "adagrad": (xs.optim.RowAdagrad, dict(lr=0.1)),
-              "sgd": (xs.optim.RowSGD, dict(lr=0.1, momentum=0.9, weight_decay=0.01))}
-
+OPTIMIZERS = {
+    "adam": (xs.optim.RowAdam, dict(weight_decay=0.01)),
+    "row-wise adam": (xs.optim.RowAdam, dict(row_wise=True)),
+    "maximize": (xs.optim.RowAdam, dict(maximize=True)), "adagrad": (xs.optim.RowAdagrad,
+                                                                     dict(lr=0.1)),
+    "sgd": (xs.optim.RowSGD, dict(lr=0.1, momentum=0.9, weight_decay=0.01))
+}
 
 pytestmark = pytest.mark.usefixtures("on_a_device")
 
 
-def make(optimizer: str = "adam", lazy: bool = True, bias: bool = True, dtype: torch.dtype = torch.float32, num_samples: int = 5):
+def make(optimizer: str = "adam", lazy: bool = True, bias: bool = True,
+         dtype: torch.dtype = torch.float32, num_samples: int = 5):
     torch.manual_seed(0)
-    loss = xs.SampledSoftmaxLoss(D, N, sampler=xs.samplers.LogUniformSampler(N, num_samples, shared=False), bias=bias, dtype=dtype, sparse_grad=True)
+    loss = xs.SampledSoftmaxLoss(
+        D, N, sampler=xs.samplers.LogUniformSampler(N, num_samples, shared=False), bias=bias,
+        dtype=dtype, sparse_grad=True)
     kind, options = OPTIMIZERS[optimizer]
     return loss, kind(loss.parameters(), lazy_gradient=lazy, **options)
 
 
 def batch(step: int = 0, dtype: torch.dtype = torch.float32):
     generator = torch.Generator().manual_seed(step)
-    input, target = torch.randn(Q, D, generator=generator).to(dtype), torch.randint(N, (Q,), generator=generator)
+    input, target = torch.randn(Q, D, generator=generator).to(dtype), torch.randint(
+        N, (Q,), generator=generator)
     target[1], input[1] = -100, float("nan")
     return input.requires_grad_(), target
 
@@ -47,7 +55,10 @@ def test_trains_as_with_written_gradients(optimizer, dtype):
             loss(input, target).backward()
             assert pending(loss) == lazy
             row_optimizer.step()
-        gradients.append([input.grad, loss.linear.weight.grad.to_dense(), loss.linear.bias.grad.to_dense()])
+        gradients.append(
+            [input.grad,
+             loss.linear.weight.grad.to_dense(),
+             loss.linear.bias.grad.to_dense()])
         row_optimizer.flush()
         tables.append([loss.linear.weight.detach(), loss.linear.bias.detach()])
     rounding = dict(rtol=2e-2, atol=2e-2) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-6)
@@ -56,13 +67,15 @@ def test_trains_as_with_written_gradients(optimizer, dtype):
 
 
 def test_many_terms_of_one_row():
-    """More than 32, which are summed in chunks: all draws are of three classes."""
+    """More than 32 terms, which are summed in chunks: all draws are from three classes."""
     tables = []
     for lazy in (False, True):
         torch.manual_seed(0)
         weights = torch.zeros(N)
         weights[:3] = 1
-        loss = xs.SampledSoftmaxLoss(D, N, sampler=xs.samplers.UnigramSampler(weights, 40, shared=False, distinct=False), bias=False, sparse_grad=True)
+        loss = xs.SampledSoftmaxLoss(
+            D, N, sampler=xs.samplers.UnigramSampler(weights, 40, shared=False, distinct=False),
+            bias=False, sparse_grad=True)
         optimizer = xs.optim.RowAdam(loss.parameters(), lazy_gradient=lazy)
         torch.manual_seed(1)
         loss(*batch()).backward()
@@ -82,7 +95,7 @@ def test_reading_writes_the_gradient_out():
 
 
 def test_clipping_and_the_next_step():
-    """A gradient that was read is the one that the step takes."""
+    """The step uses the gradient that clipping has read."""
     tables = []
     for lazy in (False, True):
         loss, optimizer = make(lazy=lazy)
@@ -97,7 +110,7 @@ def test_clipping_and_the_next_step():
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_gradients_accumulate(zero):
-    """Two backward passes before a step; or a step, and another pass without zeroing."""
+    """Two backward passes before a step; or a step and another pass without zeroing."""
     found = []
     for lazy in (False, True):
         loss, optimizer = make(lazy=lazy)
@@ -114,13 +127,14 @@ def test_gradients_accumulate(zero):
 
 
 def test_a_table_that_something_else_uses():
-    """A tied embedding: its gradient and the loss's are one."""
+    """A tied embedding: its gradient and the loss's gradient are summed."""
     found = []
     for lazy in (False, True):
         loss, optimizer = make(lazy=lazy, bias=False)
         torch.manual_seed(1)
         input, target = batch()
-        embedded = torch.nn.functional.embedding(target.clamp_min(0), loss.linear.weight, sparse=True)
+        embedded = torch.nn.functional.embedding(target.clamp_min(0), loss.linear.weight,
+                                                 sparse=True)
         (loss(input, target) + embedded.square().sum()).backward()
         found.append(loss.linear.weight.grad.to_dense())
     torch.testing.assert_close(found[1], found[0])
@@ -162,11 +176,13 @@ def test_queries_that_changed_are_refused():
 
 
 def test_copies_and_checkpoints():
-    """A copy of a module and an optimizer starts without a gradient that waits; state dicts are those of any table."""
+    """A copy of a module and an optimizer starts without a pending gradient; state dicts are those
+    of any other table."""
     loss, optimizer = make()
     loss(*batch()).backward()
     twin, _ = copy.deepcopy((loss, optimizer))
-    assert loss.linear.weight.grad is not None and type(twin.linear.weight) is type(loss.linear.weight)
+    assert loss.linear.weight.grad is not None and type(twin.linear.weight) is type(
+        loss.linear.weight)
     optimizer.step()
     other, fresh = make(lazy=False)
     other.load_state_dict(loss.state_dict())
@@ -175,7 +191,7 @@ def test_copies_and_checkpoints():
 
 
 def test_shared_candidates_and_lazy_gradients():
-    """Rows of shared candidates are few: their gradient is made as ever."""
+    """Shared candidates have few rows: their gradient is computed as usual."""
     loss = xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=16)
     optimizer = xs.optim.RowAdam(loss.parameters(), lazy_gradient=True)
     loss(*batch()).backward()
@@ -189,7 +205,7 @@ def test_a_wrong_option():
 
 
 def test_less_is_written():
-    """The step's launches write no rows of a gradient: of R rows of D numbers, R terms remain."""
+    """The launches of a step write no gradient rows: R terms instead of R rows of D numbers."""
     written = []
     for lazy in (False, True):
         loss, optimizer = make(lazy=lazy, bias=False, num_samples=20)
@@ -201,13 +217,14 @@ def test_less_is_written():
         optimizer.step()
         written.append(emulator.launched())
     assert any(name.startswith("row_gradient_kernel") for name in written[0])
-    assert not any(name.startswith(("row_gradient_kernel", "join_chunks_kernel")) for name in written[1])
+    assert not any(
+        name.startswith(("row_gradient_kernel", "join_chunks_kernel")) for name in written[1])
     assert any(name.startswith("row_terms_kernel") for name in written[1])
 
 
 @pytest.mark.parametrize("classes", [N + 3, N - 9])
 def test_tables_are_resized(classes):
-    """The gradient of a table that gets other rows is forgotten, as one that was written out is."""
+    """Resizing a table drops its pending gradient, like one that was written out."""
     loss, optimizer = make()
     loss(*batch()).backward()
     optimizer.step()

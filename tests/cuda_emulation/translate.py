@@ -1,14 +1,15 @@
-"""Makes a CUDA source fit for a C++ compiler, line by line.
+"""Translates a CUDA source into one for a C++ compiler.
 
     python translate.py SOURCE RESULT
 
-Two things of CUDA C++ are syntax that no header can supply; all the rest is in emulator/language.h:
+Two parts of CUDA C++ are syntax that no header can supply; emulator/language.h supplies the rest:
 
-    K<<<grid, block, shared, stream>>>(a, b)  a call of ::emulator::Launch
-    __shared__ float tile[32][33];            a reference to memory of the block, which the emulator fills, guards and frees
-    extern __shared__ float tile[];           a pointer to the bytes that the launch asks for
+    K<<<grid, block, shared, stream>>>(a, b)  becomes a call of ::emulator::Launch
+    __shared__ float tile[32][33];            becomes a reference to memory of the block, which
+                                              the emulator fills, guards and frees
+    extern __shared__ float tile[];           becomes a pointer to the bytes of the launch
 
-Lines keep their numbers, so that messages of the compiler and of the emulator name the place in the source.
+Line numbers do not change, so that messages of the compiler and the emulator refer to the source.
 """
 
 import re
@@ -16,18 +17,21 @@ import sys
 from pathlib import Path
 
 APART = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', re.DOTALL)
-SHARED = re.compile(r"(?P<extern>\bextern\s+)?(?:\bstatic\s+)?(?P<align>\balignas\s*\((?:[^()]|\([^()]*\))*\)\s*)?\b__shared__\s+(?P<what>[^;{}]+);")
+SHARED = re.compile(
+    r"(?P<extern>\bextern\s+)?(?:\bstatic\s+)?(?P<align>\balignas\s*\((?:[^()]|\([^()]*\))*\)\s*)?\b__shared__\s+(?P<what>[^;{}]+);"
+)
 NAME = re.compile(r"(?P<name>\w+)\s*(?:\[[^\]]*\]\s*)*$")
 OPENING, CLOSING = "([{<", ")]}>"
 
 
 def without_comments(text: str) -> str:
-    """The text with comments and literals blanked out: what stands at a position stays there."""
+    """Returns the text with comments and literals blanked out; positions do not change."""
     return APART.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
 
 
 def kernel_begin(code: str, end: int) -> int:
-    """Where the name of the kernel begins that ends before `end`: an identifier, with its namespaces and template arguments."""
+    """Returns where the kernel's name that ends before `end` begins. The name is an identifier with
+    its namespaces and template arguments."""
     at = len(code[:end].rstrip())
     if code[at - 1] == ">":
         depth = 0
@@ -40,7 +44,7 @@ def kernel_begin(code: str, end: int) -> int:
 
 
 def config_end(code: str, at: int) -> int:
-    """Where the ">>>" stands that belongs to the "<<<" which ends at `at`."""
+    """Returns the position of the ">>>" that matches the "<<<" which ends at `at`."""
     depth = 0
     while depth or not code.startswith(">>>", at):
         depth += (code[at] in "([{") - (code[at] in ")]}")
@@ -49,7 +53,7 @@ def config_end(code: str, at: int) -> int:
 
 
 def split(code: str) -> list[str]:
-    """The parts of a declaration between commas that stand in no brackets."""
+    """Splits a declaration at the commas outside of brackets."""
     parts, depth = [""], 0
     for character in code:
         depth += (character in OPENING) - (character in CLOSING)
@@ -65,8 +69,9 @@ def launches(code: str):
         begin, end = kernel_begin(code, found.start()), config_end(code, found.end())
         kernel, config = code[begin:found.start()].strip(), code[found.end():end]
         label = re.sub(r"\s+", " ", kernel)
-        yield begin, end + 3, (f'::emulator::Launch(::emulator::Where::current(), "{label}", {config})'
-                               f".of([](const auto&... launched) {{ {kernel}(launched...); }})")
+        yield begin, end + 3, (
+            f'::emulator::Launch(::emulator::Where::current(), "{label}", {config})'
+            f".of([](const auto&... launched) {{ {kernel}(launched...); }})")
 
 
 def shared_variables(code: str):
@@ -74,12 +79,15 @@ def shared_variables(code: str):
         what, align = found["what"], found["align"] or ""
         names = [NAME.search(part.rstrip())["name"] for part in split(what)]
         if found["extern"]:
-            kind = re.sub(r"\balignas\s*\(.*\)|\b__align__\s*\(.*?\)", "", what[:NAME.search(what.rstrip()).start()])
-            result = f"auto* const {names[0]} = static_cast<{kind.strip()}*>(::emulator::dynamic_shared());"
+            kind = re.sub(r"\balignas\s*\(.*\)|\b__align__\s*\(.*?\)", "",
+                          what[:NAME.search(what.rstrip()).start()])
+            result = (f"auto* const {names[0]} = static_cast<{kind.strip()}*>("
+                      "::emulator::dynamic_shared());")
         else:
-            # A struct takes the declaration as it is: arrays, alignment, several names.
+            # A struct takes any declaration: arrays, alignment, several names.
             kind = f"EmulatedShared{number}"
-            result = f"struct {kind} {{ {align}{what}; }}; auto& emulated{number} = ::emulator::shared<{kind}>(\"{', '.join(names)}\"); "
+            result = (f"struct {kind} {{ {align}{what}; }}; auto& emulated{number} = "
+                      f"::emulator::shared<{kind}>(\"{', '.join(names)}\"); ")
             result += " ".join(f"auto& {name} = emulated{number}.{name};" for name in names)
         yield found.start(), found.end(), result
 

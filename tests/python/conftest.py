@@ -2,7 +2,8 @@ import os
 
 import pytest
 
-# Test processes that run side by side have a thread each. Set before torch is loaded, and for the programs that tests start.
+# Parallel test processes have one thread each. Set before torch is loaded, and inherited by the
+# programs that tests start.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -12,7 +13,8 @@ from hypothesis import settings
 import xsoftmax as xs
 from xsoftmax.samplers import sampler
 
-settings.register_profile("untimed", deadline=None)  # machines are slow at times; no test is about time
+# no deadline: a busy machine is slow
+settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
@@ -24,7 +26,7 @@ def impl(request):
 
 @pytest.fixture
 def threads():
-    """`torch.set_num_threads`, undone after the test."""
+    """`torch.set_num_threads`; the number is restored after the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -32,22 +34,26 @@ def threads():
 
 @pytest.fixture
 def same_for_any_threads(threads):
-    """Calls a function with 1, 2 and 4 threads: the tensors that it returns must have the same bits."""
+    """A check that a function returns tensors with the same bits for 1, 2 and 4 threads."""
     def check(compute):
         results = []
         for count in (1, 2, 4):
             threads(count)
-            parts = [(tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,) for tensor in compute()]
+            parts = [(tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+                     for tensor in compute()]
             results.append([tensor for part in parts for tensor in part])
         for other in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
     return check
 
 
 @pytest.fixture(autouse=True)
-def process_as_it_was():
-    """Takes back what a test leaves in the process: names of samplers, such as those that pages of the docs give; and
-    anomaly detection, which the import of a model of RecBole (sine.py) turns on."""
+def restore_process_state():
+    """Restores the registry of samplers, and turns off anomaly detection after each test.
+
+    Programs of the documentation register samplers; importing RecBole turns on anomaly detection.
+    """
     names = dict(sampler._REGISTRY)
     yield
     sampler._REGISTRY.clear()

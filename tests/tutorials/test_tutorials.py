@@ -1,4 +1,4 @@
-"""Tutorials run from top to bottom, in less than three minutes each. `make tutorials` runs this, and `make test` does not."""
+"""Tutorials run from top to bottom in less than three minutes each (`make tutorials`)."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "python" / "shared"))
 
 from documents import ROOT, TUTORIALS, cells_of
 
@@ -18,9 +18,12 @@ def test_tutorial_runs(page, tmp_path):
     cells = cells_of(page)
     assert len(cells) == page.read_text().count("```{code-cell}") and len(cells) >= 3
     program = tmp_path / f"{page.stem}.py"
-    program.write_text("\n\n".join(f"# cell {number}\n{cell}" for number, cell in enumerate(cells, 1)))
+    program.write_text("\n\n".join(f"# cell {number}\n{cell}"
+                                   for number, cell in enumerate(cells, 1)))
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, program], cwd=tmp_path, env=dict(os.environ, MPLBACKEND="Agg"), capture_output=True, text=True, timeout=900)
+    done = subprocess.run([sys.executable, program], cwd=tmp_path,
+                          env=dict(os.environ,
+                                   MPLBACKEND="Agg"), capture_output=True, text=True, timeout=900)
     print(f"{time.perf_counter() - start:.0f} s\n{done.stdout}")  # shown by pytest -s
     assert done.returncode == 0, done.stderr
     assert done.stdout
@@ -28,12 +31,16 @@ def test_tutorial_runs(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_tutorial_is_a_notebook_that_leads_on(page):
+def test_tutorial_is_a_notebook_with_next_steps(page):
     text = page.read_text()
-    assert text.startswith("---\njupytext:\n  text_representation:\n    extension: .md\n    format_name: myst\n")
+    assert text.startswith("---\njupytext:\n  text_representation:\n    extension: .md\n    "
+                           "format_name: myst\n")
     assert str(ROOT) not in text and "## Where to go next" in text
 
 
 def test_there_are_tutorials():
-    assert {page.stem for page in TUTORIALS} >= {"language_model", "recommender", "two_towers", "text_labels", "image_classes", "cpp_program",
-                                             "several_machines", "serving"}
+    assert {page.stem
+            for page in TUTORIALS} >= {
+                "language_model", "recommender", "two_towers", "text_labels", "image_classes",
+                "cpp_program", "several_machines", "serving"
+            }

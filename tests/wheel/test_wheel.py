@@ -1,4 +1,4 @@
-"""A wheel, and what it installs. tests/wheel/run makes the environment that this needs."""
+"""A wheel and the package that it installs; tests/wheel/run creates the environment."""
 
 import ast
 import os
@@ -22,71 +22,88 @@ LIBRARY = PACKAGE / "lib" / "libxsoftmax.so"
 
 
 def output(*command, **environment) -> str:
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, env={**os.environ, **environment}, cwd=ROOT / "build")
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True,
+                            env={**os.environ, **environment}, cwd=ROOT / "build")
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
-def test_the_package_is_the_wheels():
+def test_the_imported_package_comes_from_the_wheel():
     assert Path(sys.prefix) in PACKAGE.parents
     with zipfile.ZipFile(WHEEL) as wheel:
         assert LIBRARY.read_bytes() == wheel.read("xsoftmax/lib/libxsoftmax.so")
 
 
-def test_tag_is_of_any_python_and_of_torchs_linux():
-    """auditwheel has checked what the tag promises; torch's own wheels ask for manylinux_2_28, and a newer one would serve fewer machines."""
+def test_the_tag_supports_any_python_and_the_linux_of_torch():
+    """Wheels of torch need manylinux_2_28; a newer tag would exclude machines.
+
+    auditwheel has checked that the library fits the tag.
+    """
     name, version, python, abi, platform = WHEEL.stem.split("-")
     assert (name, version, python, abi) == ("xsoftmax", xsoftmax.__version__, "py3", "none")
     assert platform == f"manylinux_2_28_{os.uname().machine}"
     assert " Py" not in output("nm", "--dynamic", "--undefined-only", LIBRARY)
 
 
-def test_the_library_is_stripped_and_finds_torch_beside_the_package():
+def test_the_library_is_stripped_and_finds_torch_by_a_relative_path():
     sections = output("readelf", "--wide", "--section-headers", "--dynamic", LIBRARY)
     assert ".symtab" not in sections and ".debug" not in sections
     assert "[$ORIGIN/../../torch/lib]" in sections
 
 
-def test_metadata():
+def test_metadata_requires_the_version_of_torch():
     with zipfile.ZipFile(WHEEL) as wheel:
-        fields = Parser().parsestr(wheel.read(f"xsoftmax-{xsoftmax.__version__}.dist-info/METADATA").decode())
+        fields = Parser().parsestr(
+            wheel.read(f"xsoftmax-{xsoftmax.__version__}.dist-info/METADATA").decode())
     minor = ".".join(torch.__version__.split(".")[:2])
     assert f"torch=={minor}.*" in fields.get_all("Requires-Dist")
     assert metadata.version("xsoftmax") == xsoftmax.__version__
 
 
-def test_files():
+def test_the_wheel_has_all_sources_and_headers_and_nothing_else():
     with zipfile.ZipFile(WHEEL) as wheel:
         names = set(wheel.namelist())
-    sources = {f"xsoftmax/{path.relative_to(ROOT / 'python_bindings/xsoftmax')}" for path in (ROOT / "python_bindings/xsoftmax").rglob("*.py")}
-    headers = {str(Path("xsoftmax/include") / path.relative_to(ROOT / "include")) for path in (ROOT / "include").rglob("*.h")}
+    sources = {
+        f"xsoftmax/{path.relative_to(ROOT / 'python_bindings/xsoftmax')}"
+        for path in (ROOT / "python_bindings/xsoftmax").rglob("*.py")
+    }
+    headers = {
+        str(Path("xsoftmax/include") / path.relative_to(ROOT / "include"))
+        for path in (ROOT / "include").rglob("*.h")
+    }
     found = {name for name in names if not name.endswith("/") and ".dist-info/" not in name}
-    cmake = {f"xsoftmax/share/cmake/xsoftmax/{name}" for name in ("cudart.cmake", "torch_minor.txt", "xsoftmaxConfig.cmake", "xsoftmaxConfigVersion.cmake",
-                                                                  "xsoftmaxTargets.cmake", "xsoftmaxTargets-release.cmake")}
+    cmake = {
+        f"xsoftmax/share/cmake/xsoftmax/{name}"
+        for name in ("cudart.cmake", "torch_minor.txt", "xsoftmaxConfig.cmake",
+                     "xsoftmaxConfigVersion.cmake", "xsoftmaxTargets.cmake",
+                     "xsoftmaxTargets-release.cmake")
+    }
     assert found == sources | headers | cmake | {"xsoftmax/py.typed", "xsoftmax/lib/libxsoftmax.so"}
     if (ROOT / "LICENSE").is_file():
         assert f"xsoftmax-{xsoftmax.__version__}.dist-info/licenses/LICENSE" in names
 
 
 @pytest.mark.parametrize("minor", [10, 11, 12, 13])
-def test_modules_are_of_the_language_of_each_python(minor):
+def test_modules_parse_in_every_supported_python(minor):
     for path in PACKAGE.rglob("*.py"):
         ast.parse(path.read_text(), str(path), feature_version=(3, minor))
 
 
-def test_the_command_line():
+def test_the_command_line_runs():
     assert "train" in output(Path(sys.prefix) / "bin" / "xsoftmax", "--help")
     assert "train" in output(sys.executable, "-m", "xsoftmax", "--help")
 
 
 @pytest.mark.parametrize("isa", ["default", "avx2", "avx512"])
-def test_instruction_sets(isa):
-    """One wheel serves all CPUs of its kind."""
+def test_each_instruction_set_can_be_selected(isa):
+    """One wheel serves all CPUs of an architecture."""
     order, widest = ["default", "avx2", "avx512"], xsoftmax.cpu_capability()
     if order.index(isa) > order.index(widest):
         pytest.skip(f"this CPU has no more than {widest}")
-    program = ("import torch, xsoftmax as xs; torch.manual_seed(0); loss = xs.LinearCrossEntropyLoss(64, 1000); "
-               "value = loss(torch.randn(8, 64), torch.arange(8)); value.backward(); print(xs.cpu_capability(), value.item())")
+    program = ("import torch, xsoftmax as xs; torch.manual_seed(0); loss = "
+               "xs.LinearCrossEntropyLoss(64, 1000); "
+               "value = loss(torch.randn(8, 64), torch.arange(8)); value.backward(); "
+               "print(xs.cpu_capability(), value.item())")
     name, value = output(sys.executable, "-c", program, XSOFTMAX_CPU=isa).split()
     assert name == isa and 6 < float(value) < 8
 
@@ -99,28 +116,37 @@ def test_another_torch_is_refused_in_one_line(version):
     last = result.stderr.strip().splitlines()[-1]
     minor = ".".join(torch.__version__.split(".")[:2])
     assert last.startswith("ImportError: ")
-    assert f"was built for torch {minor}, but torch {version} is running: pip install 'torch=={minor}.*'" in last
+    assert (f"was built for torch {minor}, but torch {version} is running: "
+            f"pip install 'torch=={minor}.*'") in last
 
 
-def test_cmake_package(tmp_path):
-    """tests/consumer finds the package by what the installed one says of itself; one for another torch says so."""
-    prefix = output(sys.executable, "-c", "import torch, xsoftmax as xs; print(torch.utils.cmake_prefix_path, xs.cmake_prefix_path, sep=';')").strip()
+def test_a_cmake_project_builds_on_the_installed_package(tmp_path):
+    """tests/consumer finds the package by its `cmake_prefix_path`."""
+    prefix = output(
+        sys.executable, "-c", "import torch, xsoftmax as xs; "
+        "print(torch.utils.cmake_prefix_path, "
+        "xs.cmake_prefix_path, sep=';')").strip()
     assert str(PACKAGE) in prefix
-    output("cmake", "-G", "Ninja", "-S", ROOT / "tests/consumer", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}")
+    output("cmake", "-G", "Ninja", "-S", ROOT / "tests/consumer", "-B", tmp_path,
+           f"-DCMAKE_PREFIX_PATH={prefix}")
     output("cmake", "--build", tmp_path)
     for program in ("consumer", "consumer_by_name", "consumer_readme"):
         output(tmp_path / program)
 
 
-def test_cmake_package_of_another_torch_says_so(tmp_path):
+def test_cmake_refuses_a_package_built_for_another_torch(tmp_path):
     copy = tmp_path / "copy" / "share" / "cmake" / "xsoftmax"
     shutil.copytree(PACKAGE / "share" / "cmake" / "xsoftmax", copy)
     config = copy / "xsoftmaxConfig.cmake"
     minor = ".".join(torch.__version__.split(".")[:2])
     assert config.read_text().count(f"built for torch {minor}") == 1
-    config.write_text(config.read_text().replace(f"^{minor}(", "^1.13(").replace(f"torch {minor}", "torch 1.13"))
+    config.write_text(config.read_text().replace(f"^{minor}(",
+                                                 "^1.13(").replace(f"torch {minor}", "torch 1.13"))
     prefix = f"{torch.utils.cmake_prefix_path};{tmp_path / 'copy'}"
-    result = subprocess.run(["cmake", "-G", "Ninja", "-S", ROOT / "tests/consumer", "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={prefix}"],
-                            capture_output=True, text=True)
+    result = subprocess.run([
+        "cmake", "-G", "Ninja", "-S", ROOT / "tests/consumer", "-B", tmp_path / "build",
+        f"-DCMAKE_PREFIX_PATH={prefix}"
+    ], capture_output=True, text=True)
     assert result.returncode != 0
-    assert f"xsoftmax was built for torch 1.13, found torch {minor}" in " ".join(result.stderr.split())
+    assert f"xsoftmax was built for torch 1.13, found torch {minor}" in " ".join(
+        result.stderr.split())

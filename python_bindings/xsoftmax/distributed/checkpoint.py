@@ -1,4 +1,5 @@
-"""Checkpoints in a folder, written by torch.distributed.checkpoint: each of them is there as a whole or not at all."""
+"""Checkpoints in a folder, written with torch.distributed.checkpoint. A checkpoint appears
+atomically: completely or not at all."""
 
 import contextlib
 import os
@@ -15,49 +16,60 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from .._checks import check_count
-from .._files import is_locked, is_named
-from .._placement import state_of_rank, table_of, whole_state
-from ..optim._base import RowOptimizer
-from ._state import ShardedTable, rows_of_all
+from .._core.checks import check_count
+from .._core.files import is_locked, is_named
+from .._core.placement import state_of_rank, table_of, whole_state
+from ..optim.row_optimizer import RowOptimizer
+from .state import ShardedTable, rows_of_all
 
-_RANDOM = "random"  # generators, of which each rank has its state
-_HIDDEN = ".step-"  # what is being written or removed
+_RANDOM = "random"  # the name of the generator states, which each rank saves
+_HIDDEN = ".step-"  # prefix of folders that are being written or removed
 
 
 def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int = 2) -> str:
-    """Writes ``folder/step-<step>``, by all ranks together, or by one process without torch.distributed. It appears under this name when all of it is
-    on the disk: who kills a rank at any time finds the checkpoints that were there before.
+    """Saves a checkpoint to ``folder/step-<step>``.
 
-    Besides `state` it holds torch's default generators of each rank. Rows of split tables and of their optimizers' state are written by the ranks that
-    have them, the rest by the first one.
+    All ranks call it together; a single process can call it without torch.distributed. The folder
+    appears under this name only when everything is on disk, so a rank can be killed at any time
+    without harm to existing checkpoints.
+
+    In addition to `state`, the checkpoint holds torch's default generators of each rank. Rows of
+    sharded tables and of their optimizers' state are written by the ranks that hold them,
+    everything else by the first rank.
 
     Args:
-        folder: on a file system that all ranks see. Made where it is missing. One job at a time writes there: what a killed job left is removed, what
-            another job is writing stays, as far as the file system has locks (flock).
-        state: name -> what has a `state_dict()` (a model, also in DistributedDataParallel, whose own name is left out; any optimizer; a scheduler), a
-            torch.Generator (each rank's), a tensor, a number, or a dict of those. Everything but split tables and generators is the same on all ranks.
-        step: of training, at least 0. Not one that is there already.
-        keep: how many checkpoints stay, this one and those before it. Later ones stay, too.
+        folder: a folder on a file system that all ranks share; created if missing. Only one job at
+            a time may write there. Remains of a killed job are removed; files that another job is
+            writing are kept if the file system supports locks (flock).
+        state: a dict of names and objects: objects with a `state_dict()` (a model, which may be
+            wrapped in DistributedDataParallel, whose prefix is dropped; any optimizer; a
+            scheduler), a torch.Generator (saved per rank), a tensor, a number, or a dict of those.
+            Everything except sharded tables and generators must be the same on all ranks.
+        step: the training step, at least 0. Must not be saved yet.
+        keep: the number of checkpoints to keep, this one and earlier ones. Checkpoints of later
+            steps are kept too.
 
     Returns:
-        The path.
+        The path of the checkpoint.
 
     Raises:
-        FileExistsError: there is a checkpoint of this step
-        TypeError: `state` is no dict with texts as keys; an optimizer over a split table whose state has neither a row for each class nor is a number
-        OSError, RuntimeError: it could not be written, or another job is writing this step, on all ranks. What was there before stays
+        FileExistsError: a checkpoint of this step exists.
+        TypeError: `state` is not a dict with string keys, or an optimizer of a sharded table has
+            state that is neither one row per class nor a number.
+        OSError, RuntimeError: (on all ranks) writing failed, or another job is writing this step.
+            Existing checkpoints are kept.
     """
     owner = "save_checkpoint"
     step, keep = check_count(owner, "step", step, 0), check_count(owner, "keep", keep, 1)
     _check_names(owner, state)
     path, hidden = _path(folder, step), os.path.join(folder, f"{_HIDDEN}{step:010d}")
-    lock: List[int] = []  # on what this save writes, while the first rank lives
+    lock: List[int] = []  # locks the folder that this save writes, while the first rank is alive
 
     def begin() -> Any:
         os.makedirs(folder, exist_ok=True)
         if os.path.exists(path):
-            raise FileExistsError(f"{owner}: expected a step that is not saved yet, got {step}, which is in {path}")
+            raise FileExistsError(f"{owner}: expected a step that is not saved yet, got {step}, "
+                                  f"which is in {path}")
         for name in os.listdir(folder):
             if name.startswith(_HIDDEN):
                 _remove_abandoned(owner, os.path.join(folder, name), hidden)
@@ -71,14 +83,16 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
         os.rename(hidden, path)
         _sync(folder)
         for old in [old for old in _steps(folder) if old <= step][:-keep]:
-            os.rename(_path(folder, old), f"{hidden}-{old}")  # half removed it is no checkpoint
+            # Rename first, because a partly removed folder is not a checkpoint.
+            os.rename(_path(folder, old), f"{hidden}-{old}")
             shutil.rmtree(f"{hidden}-{old}")
         return path
 
     try:
         _by_first_rank(begin)
         whole = {name: _saved(value) for name, value in _with_generators(state).items()}
-        planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # what ranks have alike comes from one of them
+        # values that are the same on all ranks are written by only one of them
+        planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         with _plain_errors(owner, hidden):
             dcp.save(whole, storage_writer=dcp.FileSystemWriter(hidden), planner=planner)
         return _by_first_rank(end)
@@ -87,26 +101,33 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
             os.close(descriptor)
 
 
-def load_checkpoint(folder: str, state: Dict[str, Any], step: Optional[int] = None) -> Optional[int]:
-    """Loads what :func:`save_checkpoint` wrote into `state`, by all ranks together: any number of them, or one process without torch.distributed.
+def load_checkpoint(folder: str, state: Dict[str, Any],
+                    step: Optional[int] = None) -> Optional[int]:
+    """Loads a checkpoint saved by :func:`save_checkpoint` into `state`.
 
-    Optimizers need no state yet: theirs becomes what was saved. The generators of a rank become those of the rank of its number, and stay where no such
-    rank wrote.
+    All ranks call it together, and their number may differ from that of the saving job; a single
+    process can call it without torch.distributed.
+
+    Optimizers need not have any state yet; they receive the saved state. The generators of a rank
+    are set to those saved by the rank of the same number, and are not changed if there was none.
 
     Args:
-        folder: of the checkpoints.
-        state: name -> object as for :func:`save_checkpoint`, all or some of what was saved. Models, optimizers, generators and tensors change in
-            place; numbers are put into the dict.
-        step: which checkpoint. None: the last one.
+        folder: the folder of the checkpoints.
+        state: names and objects as for :func:`save_checkpoint`; all that was saved or a part of it.
+            Models, optimizers, generators and tensors are changed in place; numbers are stored in
+            the dict.
+        step: the step of the checkpoint. None: the latest one.
 
     Returns:
-        Its step, or None where there is no checkpoint and `step` is None: nothing was loaded.
+        The step that was loaded; or None if there is no checkpoint and `step` is None.
 
     Raises:
-        FileNotFoundError: there is no checkpoint of `step`
-        KeyError: a name that was not saved
-        RuntimeError: a tensor that is missing or of another shape, and nothing was changed; a file that cannot be read
-        ValueError, TypeError: an optimizer that saved state does not fit, such as one of other parameters, on all ranks; nothing was changed
+        FileNotFoundError: there is no checkpoint of `step`.
+        KeyError: a name was not saved.
+        RuntimeError: a tensor is missing or has another shape, in which case nothing is changed; or
+            a file cannot be read.
+        ValueError, TypeError: (on all ranks) an optimizer does not match its saved state, for
+            example because its parameters differ. Nothing is changed.
     """
     owner = "load_checkpoint"
     _check_names(owner, state)
@@ -114,7 +135,8 @@ def load_checkpoint(folder: str, state: Dict[str, Any], step: Optional[int] = No
     def find() -> Any:
         steps = _steps(folder)
         if step is not None and step not in steps:
-            raise FileNotFoundError(f"{owner}: expected one of the steps {steps} in {folder}, got {step}")
+            raise FileNotFoundError(f"{owner}: expected one of the steps {steps} in {folder}, got "
+                                    f"{step}")
         return step if step is not None or not steps else steps[-1]
 
     found = _by_first_rank(find)
@@ -125,12 +147,20 @@ def load_checkpoint(folder: str, state: Dict[str, Any], step: Optional[int] = No
     saved = {path[0] for path in metadata.planner_data.values()}
     for name in state:
         if name not in saved:
-            raise KeyError(f"{owner}: expected names out of {sorted(saved - {_RANDOM})} of {_path(folder, found)}, got {name!r}")
+            raise KeyError(f"{owner}: expected names out of {sorted(saved - {_RANDOM})} of "
+                           f"{_path(folder, found)}, got {name!r}")
     everything = _with_generators(state)
     target = {name: _target(owner, name, value, metadata) for name, value in everything.items()}
-    # Optimizers first, into memory of their own: what they refuse is known before the rest is read, which goes into the memory of models.
-    optimizers = {name: value for name, value in everything.items() if isinstance(value, torch.optim.Optimizer)}
-    of_optimizers, others = ({name: part for name, part in target.items() if (name in optimizers) == own} for own in (True, False))
+    # Load optimizer state first, into separate memory: if an optimizer refuses it, the rest, which
+    # is loaded directly into the models, has not been read yet.
+    optimizers = {
+        name: value
+        for name, value in everything.items() if isinstance(value, torch.optim.Optimizer)
+    }
+    of_optimizers, others = ({
+        name: part
+        for name, part in target.items() if (name in optimizers) == own
+    } for own in (True, False))
 
     def check_optimizers() -> None:
         for name, optimizer in optimizers.items():
@@ -142,7 +172,8 @@ def load_checkpoint(folder: str, state: Dict[str, Any], step: Optional[int] = No
             _on_all_ranks(check_optimizers)
         for tensor in tree_leaves(others):
             if isinstance(tensor, Tensor):
-                torch.ops.xsoftmax.mapped_table_changes(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+                torch.ops.xsoftmax.mapped_table_changes(
+                    tensor.to_local() if isinstance(tensor, DTensor) else tensor)
         dcp.load(others, storage_reader=reader)
     for name, value in everything.items():
         if name in optimizers:
@@ -155,7 +186,8 @@ def load_checkpoint(folder: str, state: Dict[str, Any], step: Optional[int] = No
 
 
 def latest_checkpoint(folder: str) -> Optional[str]:
-    """The path of the last checkpoint in a folder of :func:`save_checkpoint`, a directory of torch.distributed.checkpoint; None: there is none."""
+    """Returns the path of the latest checkpoint in a folder written by :func:`save_checkpoint`, as
+    a directory of torch.distributed.checkpoint; None if there is none."""
     steps = _steps(folder)
     return _path(folder, steps[-1]) if steps else None
 
@@ -171,18 +203,20 @@ def _steps(folder: str) -> List[int]:
 
 @contextlib.contextmanager
 def _plain_errors(owner: str, path: str) -> Iterator[None]:
-    """Without the warning of a single process. What fails on any rank is a RuntimeError on all: a CheckpointException is no Exception."""
+    """Suppresses the warning about a single process, and turns a failure on any rank into a
+    RuntimeError on all ranks, because CheckpointException is not an Exception."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
     except dcp.CheckpointException as error:
-        reasons = "; ".join(f"{reason} (rank {rank})" for rank, (reason, _) in error.failures.items())
+        reasons = "; ".join(f"{reason} (rank {rank})"
+                            for rank, (reason, _) in error.failures.items())
         raise RuntimeError(f"{owner}: {path}: {reasons}") from error
 
 
 def _remove_abandoned(owner: str, draft: str, hidden: str) -> None:
-    """Removes what a killed job left, unless another job holds it."""
+    """Removes the remains of a killed job, unless another job holds the lock."""
     descriptor = os.open(draft, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if not is_locked(descriptor):
@@ -206,7 +240,7 @@ def _rank() -> int:
 
 
 def _by_first_rank(function: Callable[[], Any]) -> Any:
-    """What it returns or raises on the first rank, on all of them."""
+    """Calls the function on the first rank, and returns its result or raises its error on all."""
     answer = [None, None]
     if _rank() == 0:
         try:
@@ -221,7 +255,7 @@ def _by_first_rank(function: Callable[[], Any]) -> Any:
 
 
 def _on_all_ranks(check: Callable[[], None]) -> None:
-    """What it raises on any rank, on all of them."""
+    """Runs a check on all ranks, and raises an error of any rank on all of them."""
     reason: Optional[Exception] = None
     try:
         check()
@@ -236,21 +270,26 @@ def _on_all_ranks(check: Callable[[], None]) -> None:
             raise each
 
 
-def _check_optimizer(owner: str, name: str, optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> None:
-    """Whether it takes what was read."""
-    expected, got = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, state_dict["param_groups"]))
+def _check_optimizer(owner: str, name: str, optimizer: torch.optim.Optimizer,
+                     state_dict: Dict[str, Any]) -> None:
+    """Raises an error if the optimizer does not match the state that was read."""
+    expected, got = ([len(group["params"]) for group in groups]
+                     for groups in (optimizer.param_groups, state_dict["param_groups"]))
     if expected != got:
-        raise ValueError(f"{owner}: expected {name!r} with groups of {expected} parameters, got one that was saved with groups of {got}")
+        raise ValueError(f"{owner}: expected {name!r} with groups of {expected} parameters, got "
+                         f"one that was saved with groups of {got}")
     state_dict = state_of_rank(optimizer, state_dict)
     if isinstance(optimizer, RowOptimizer):
         optimizer._check_state(state_dict)
 
 
 class _Generators:
-    """Generators of this rank, each with its state under the number of the rank."""
-
+    """Generators of this rank, whose states are saved under the number of the rank."""
     def __init__(self, generators: Dict[str, torch.Generator]) -> None:
-        self.generators = {f"{name} of rank {_rank()}": generator for name, generator in generators.items()}
+        self.generators = {
+            f"{name} of rank {_rank()}": generator
+            for name, generator in generators.items()
+        }
 
     def state_dict(self) -> Dict[str, Tensor]:
         return {name: generator.get_state() for name, generator in self.generators.items()}
@@ -262,13 +301,16 @@ class _Generators:
 
 def _check_names(owner: str, state: Dict[str, Any]) -> None:
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise TypeError(f"{owner}: expected state as a dict of texts and what has a state_dict(), got {type(state).__name__}")
+        raise TypeError(f"{owner}: expected state as a dict of texts and what has a state_dict(), "
+                        f"got {type(state).__name__}")
     if _RANDOM in state:
-        raise ValueError(f"{owner}: expected other names than {_RANDOM!r}, that of torch's generators, which are saved without being named")
+        raise ValueError(f"{owner}: expected other names than {_RANDOM!r}, that of torch's "
+                         "generators, which are saved without being named")
 
 
 def _with_generators(state: Dict[str, Any]) -> Dict[str, Any]:
-    """What is saved and loaded, under each name: without DistributedDataParallel, and with the generators of this rank."""
+    """Returns the objects to save or load under each name: with models unwrapped from
+    DistributedDataParallel, and with the generators of this rank."""
     generators = {"cpu": torch.default_generator}
     if torch.cuda.is_initialized():
         generators["cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -276,7 +318,8 @@ def _with_generators(state: Dict[str, Any]) -> Dict[str, Any]:
     for name, value in state.items():
         if isinstance(value, nn.parallel.DistributedDataParallel):
             value = value.module
-        everything[name] = _Generators({"generator": value}) if isinstance(value, torch.Generator) else value
+        everything[name] = _Generators({"generator": value}) if isinstance(
+            value, torch.Generator) else value
     return everything
 
 
@@ -287,20 +330,24 @@ def _saved(value: Any) -> Any:
 
 
 def _target(owner: str, name: str, value: Any, metadata: Metadata) -> Any:
-    """What a checkpoint is read into."""
-    paths = {path: metadata.state_dict_metadata[key] for key, path in metadata.planner_data.items() if path[0] == name}
+    """Returns the objects into which a checkpoint is read."""
+    paths = {
+        path: metadata.state_dict_metadata[key]
+        for key, path in metadata.planner_data.items() if path[0] == name
+    }
     if isinstance(value, _Generators):
         return {text: state for text, state in value.state_dict().items() if (name, text) in paths}
     if not isinstance(value, torch.optim.Optimizer):
         return _saved(value)
-    # That of an optimizer is made with its first step: what there is says the checkpoint.
+    # An optimizer creates its state in its first step, so take the layout from the checkpoint.
     params = [param for group in value.param_groups for param in group["params"]]
     state: Dict[int, Dict[str, Any]] = {}
     for path, entry in paths.items():
         if path[1] == "state":
             number = int(path[2])
             if number >= len(params):
-                raise ValueError(f"{owner}: expected an optimizer with the parameters of the checkpoint, got one of {len(params)} for state of "
+                raise ValueError(f"{owner}: expected an optimizer with the parameters of the "
+                                 f"checkpoint, got one of {len(params)} for state of "
                                  f"parameter {number} of {name!r}")
             state.setdefault(number, {})[path[3]] = _empty_state(params[number], path[3], entry)
     return {"state": state, "param_groups": value.state_dict()["param_groups"]}
@@ -310,10 +357,11 @@ def _empty_state(param: Tensor, name: str, entry: Any) -> Any:
     if not isinstance(entry, TensorStorageMetadata):
         return None
     size, dtype = list(entry.size), entry.properties.dtype
-    if isinstance(param, DTensor) and entry.size == param.shape:  # of fully_shard
+    if isinstance(param, DTensor) and entry.size == param.shape:  # a parameter of fully_shard
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
     table = table_of(param)
-    if isinstance(table, ShardedTable) and size[:1] == [table.shards.num_classes] and name != "owed":
+    if isinstance(table, ShardedTable) and size[:1] == [table.shards.num_classes
+                                                        ] and name != "pending":
         rows = torch.empty([len(param), *size[1:]], dtype=dtype, device=param.device)
         return rows_of_all(rows, table.shards)
     return torch.empty(size, dtype=dtype, device=param.device)

@@ -1,4 +1,4 @@
-"""Class tables split over ranks."""
+"""Class tables sharded over ranks."""
 
 from typing import Any, Callable, Dict, Optional, Tuple
 
@@ -9,37 +9,40 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.types import Device
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._memory import device_of_values, table_empty
-from .._options import option_text
-from .._placement import attach, table_of
-from .._ranks import Ragged, broadcast, check_alike, group_of
-from .._table import TableModule, flat_queries, refuse_data_parallel
+from .._core.memory import device_of_values, table_empty
+from .._core.options import option_text
+from .._core.placement import attach, table_of
+from .._core.ranks import Ragged, broadcast, check_alike, group_of
+from ..tables.table_module import TableModule, flat_queries, refuse_data_parallel
 from ..estimators import is_registered
-from ..linear_losses import LinearCrossEntropyLoss, LinearLoss
-from ..sampled_softmax_loss import SampledSoftmaxLoss
+from ..losses.linear_cross_entropy import LinearCrossEntropyLoss
+from ..losses.linear_loss import LinearLoss
+from ..losses.sampled_softmax_loss import SampledSoftmaxLoss
 from ..samplers import columns_of
-from ._candidates import candidate_numbers, draws_for_a_part, drawing_for, of_rank, without_a_draw
-from ._exchange import (ClassShards, FetchRows, GatherQueries, ScaleGradient, ScatterShares, ScoresOfAll, SumOverRanks, rank_generator,
-                        row_requests, start_same_generator, unique_of)
-from ._midx import ask_owners, check_sampler, split_sampler
-from ._models import facts_of, leave_out
-from ._state import ShardedTable, rows_of_all, rows_of_rank
+from .candidates import candidate_numbers, draws_for_a_part, drawing_for, of_rank, without_a_draw
+from .exchange import (ClassShards, FetchRows, GatherQueries, ScaleGradient, ScatterShares,
+                       ScoresOfAll, SumOverRanks, rank_generator, row_requests,
+                       start_same_generator, unique_of)
+from .midx import ask_owners, check_sampler, split_sampler
+from .models import facts_of, leave_out
+from .state import ShardedTable, rows_of_all, rows_of_rank
 from .replicate import replicate_tables
 
 EXCHANGES = ("auto", "queries", "rows")
-NO_CLASS = -100  # in the place of targets that are ignored, where classes are places among those of a step
+# replaces ignored targets where targets are positions among the classes of a step
+NO_CLASS = -100
 
 
 class ShardedLoss(LinearLoss):
-    """What a loss becomes by :func:`shard_classes`: the same calls, by all ranks at once."""
-
+    """A loss after :func:`shard_classes`. All ranks call its methods together."""
     def _shard(self, shards: ClassShards, exchange: str) -> None:
         linear, self._shards, self._exchange = self.linear, shards, exchange
         is_made, split = not linear.weight.is_meta, ShardedTable(shards)
         attach(split, self)
         for name, table in list(linear.named_parameters()):
             rows = shards.local(table.detach())
-            rows = rows.clone() if is_made else table_empty(*rows.shape, dtype=rows.dtype, device=shards.mesh.device_type)
+            rows = rows.clone() if is_made else table_empty(*rows.shape, dtype=rows.dtype,
+                                                            device=shards.mesh.device_type)
             local = nn.Parameter(rows, requires_grad=table.requires_grad)
             attach(split, local)
             setattr(linear, name, local)
@@ -57,7 +60,7 @@ class ShardedLoss(LinearLoss):
                 state_dict[key] = rows_of_rank(self._name, key, state_dict[key], self._shards)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    # ------------------------------------------------------------------------------------------------------------------ batches
+    # ---- batches
 
     def _batch(self, input: Tensor, target: Optional[Tensor]) -> Tuple[Tensor, Ragged]:
         queries = flat_queries(self._name, self.in_features, input, target)
@@ -65,44 +68,51 @@ class ShardedLoss(LinearLoss):
         return queries, Ragged(len(queries), queries.device, self._shards.group)
 
     def _counts(self, target: Tensor) -> Tensor:
-        """What each query counts in a mean: 0 where its target is ignored."""
+        """Returns the weight of each query in a mean; 0 if its target is ignored."""
         counts = target != self.ignore_index
         bad = counts & ((target < 0) | (target >= self.num_classes))
         if bad.any():
-            raise IndexError(f"{self._name}: expected target in [0, {self.num_classes}) or ignore_index {self.ignore_index}, got {target[bad][0].item()}")
-        return counts.to(torch.float32) if self.weight is None else torch.where(counts, self.weight[torch.where(counts, target, 0)], 0.0)
+            raise IndexError(f"{self._name}: expected target in [0, {self.num_classes}) or "
+                             f"ignore_index {self.ignore_index}, got {target[bad][0].item()}")
+        return counts.to(torch.float32) if self.weight is None else torch.where(
+            counts, self.weight[torch.where(counts, target, 0)], 0.0)
 
     def _scaled(self, queries: Tensor) -> Tensor:
-        # The loss is that of the whole batch. Data parallelism of the encoder takes means over ranks of what ought to be summed.
-        return queries if self.reduction == "none" else ScaleGradient.apply(queries, float(self._shards.size))
+        # The loss is that of the whole batch. Data parallelism averages the encoder's gradients
+        # over ranks instead of summing them, which this factor corrects.
+        return queries if self.reduction == "none" else ScaleGradient.apply(
+            queries, float(self._shards.size))
 
-    # --------------------------------------------------------------------------------------------------------------- exact loss
+    # ---- exact loss
 
     def _log_normalizers(self, queries: Tensor) -> Tensor:
-        """log sum over this rank's classes of e^score, [Q]."""
+        """Returns the log of the sum of e^score over this rank's classes, [Q]."""
         weight, bias = self.linear.weight, self.linear.bias
         if len(weight) == 0:
             return queries.new_full([len(queries)], -torch.inf, dtype=self._accumulation(queries))
         first = queries.new_zeros(len(queries), dtype=torch.int64)
-        above = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, first, None, f"reduction=none,ignore_index={NO_CLASS}")
+        above = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, first, None,
+                                                        f"reduction=none,ignore_index={NO_CLASS}")
         return above + self._scores(queries, first)
 
     def _accumulation(self, queries: Tensor) -> torch.dtype:
         return torch.float64 if queries.dtype == torch.float64 else torch.float32
 
     def _scores(self, queries: Tensor, rows: Tensor) -> Tensor:
-        """Of query q and row rows[q] of this rank."""
+        """Returns the score of each query q for this rank's row rows[q]."""
         dtype = self._accumulation(queries)
         scores = (queries.to(dtype) * self.linear.weight.index_select(0, rows).to(dtype)).sum(1)
-        return scores if self.linear.bias is None else scores + self.linear.bias.index_select(0, rows).to(dtype)
+        return scores if self.linear.bias is None else scores + self.linear.bias.index_select(
+            0, rows).to(dtype)
 
     def exact(self, input: Tensor, target: Tensor, target_prob: Optional[Tensor] = None) -> Tensor:
         self._whole_only(target_prob is None, "target_prob")
-        self.settle()
+        self.catch_up()
         queries, batch = self._batch(input, target)
         targets = batch.gather(target.reshape(-1))
-        # Ignored queries may hold anything: 0 times NaN would reach the table's gradient.
-        everyone = torch.where((targets != self.ignore_index).unsqueeze(1), GatherQueries.apply(self._scaled(queries), batch), 0.0)
+        # Ignored queries may be NaN, and 0 * NaN would reach the gradient of the table.
+        everyone = torch.where((targets != self.ignore_index).unsqueeze(1),
+                               GatherQueries.apply(self._scaled(queries), batch), 0.0)
         counts = self._counts(targets)
         shares = [self._log_normalizers(everyone), self._target_scores(everyone, targets)]
         if self.label_smoothing != 0.0:
@@ -114,12 +124,13 @@ class ShardedLoss(LinearLoss):
         return self._reduced(self._weighted(normalizer - score, target), target, counts)
 
     def _target_scores(self, queries: Tensor, targets: Tensor) -> Tensor:
-        """Of the targets that this rank has; of the others 0."""
+        """Returns the scores of the targets held by this rank; 0 for other targets."""
         shards = self._shards
         if shards.end == shards.begin:
             return queries.new_zeros(len(queries), dtype=self._accumulation(queries))
         mine = shards.here(targets) & (targets != self.ignore_index)
-        return torch.where(mine, self._scores(queries, torch.where(mine, targets - shards.begin, 0)), 0.0)
+        return torch.where(mine, self._scores(queries, torch.where(mine, targets - shards.begin,
+                                                                   0)), 0.0)
 
     def _scores_summed(self, queries: Tensor) -> Tensor:
         dtype = self._accumulation(queries)
@@ -127,39 +138,48 @@ class ShardedLoss(LinearLoss):
         return sums if self.linear.bias is None else sums + self.linear.bias.sum(dtype=dtype)
 
     def _weighted(self, loss: Tensor, target: Tensor) -> Tensor:
-        """The losses of this rank's queries, [*] or their sum."""
-        options = option_text(reduction="none" if self.reduction == "none" else "sum", ignore_index=self.ignore_index)
+        """Returns the losses of this rank's queries, [*] or their sum."""
+        options = option_text(reduction="none" if self.reduction == "none" else "sum",
+                              ignore_index=self.ignore_index)
         return torch.ops.xsoftmax.reduced_loss(loss, target, self.weight, options)
 
     def _reduced(self, loss: Tensor, target: Tensor, counts: Tensor) -> Tensor:
-        """The loss of all ranks' queries from that of this rank's, whose gradient is this rank's."""
+        """Computes the loss over all ranks from that of this rank's queries. Its gradient is that
+        of this rank's part."""
         if self.reduction == "none":
             return loss.reshape(target.shape)
-        return SumOverRanks.apply(loss, self._shards.group) / (counts.sum() if self.reduction == "mean" else 1)
+        return SumOverRanks.apply(
+            loss, self._shards.group) / (counts.sum() if self.reduction == "mean" else 1)
 
     def _whole_only(self, absent: bool, argument: str) -> None:
         if not absent:
-            raise ValueError(f"{self._name}: expected no {argument} with a table that is split over ranks, got some: replicate it")
+            raise ValueError(f"{self._name}: expected no {argument} with a table that is split "
+                             "over ranks, got some: replicate it")
 
     def entropy(self, input: Tensor) -> Tensor:
-        raise ValueError(f"{self._name}: expected entropy of a whole table, got one that is split over ranks: replicate it")
+        raise ValueError(f"{self._name}: expected entropy of a whole table, got one that is split "
+                         "over ranks: replicate it")
 
     @torch.no_grad()
     def log_prob(self, input: Tensor, ids: Optional[Tensor] = None) -> Tensor:
         self._whole_only(ids is None, "ids")
-        self.settle()
+        self.catch_up()
         shards = self._shards
         queries, batch = self._batch(input, None)
-        logits = torch.ops.xsoftmax.linear_scores(batch.gather(queries), self.linear.weight, self.linear.bias)  # [all ranks' queries, classes of this rank]
+        # [all ranks' queries, classes of this rank]
+        logits = torch.ops.xsoftmax.linear_scores(batch.gather(queries), self.linear.weight,
+                                                  self.linear.bias)
         missing = shards.chunk - logits.shape[1]
         whole = batch.scatter(nn.functional.pad(logits, (0, missing))).transpose(0, 1).flatten(1)
-        return whole[:, :self.num_classes].log_softmax(-1).reshape(*input.shape[:-1], self.num_classes)
+        return whole[:, :self.num_classes].log_softmax(-1).reshape(*input.shape[:-1],
+                                                                   self.num_classes)
 
     @torch.no_grad()
-    def topk(self, input: Tensor, k: int, exclude: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
-        self.settle()
+    def topk(self, input: Tensor, k: int,
+             exclude: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+        self.catch_up()
         shards, k = self._shards, self._best(k)
-        # All ranks ask for as many, the most that one of them wants.
+        # All ranks request the same number: the maximum over ranks.
         most = torch.tensor(self._with_excluded(k, input, exclude), device=input.device)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=shards.group)
         wanted = int(most)
@@ -170,24 +190,29 @@ class ShardedLoss(LinearLoss):
         values = log_z.new_full([batch.total, wanted], -torch.inf)
         classes = torch.zeros(batch.total, wanted, dtype=torch.int64, device=values.device)
         if known > 0:
-            best, rows = torch.ops.xsoftmax.linear_topk(everyone, self.linear.weight, self.linear.bias, known)
+            best, rows = torch.ops.xsoftmax.linear_topk(everyone, self.linear.weight,
+                                                        self.linear.bias, known)
             values[:, :known], classes[:, :known] = best + log_z.unsqueeze(1), rows + shards.begin
-        values, classes = (batch.scatter(part).transpose(0, 1).flatten(1) for part in (values, classes))
+        values, classes = (batch.scatter(part).transpose(0, 1).flatten(1)
+                           for part in (values, classes))
         best, places = values.topk(wanted)
-        return self._without_excluded(best - batch.scatter(log_z).logsumexp(0).unsqueeze(1), classes.gather(1, places), k, input, exclude)
+        return self._without_excluded(best - batch.scatter(log_z).logsumexp(0).unsqueeze(1),
+                                      classes.gather(1, places), k, input, exclude)
 
-    # ------------------------------------------------------------------------------------------------------------- sampled loss
+    # ---- sampled loss
 
-    def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], negatives: Optional[Tensor],
-                 negative_log_count: Optional[Tensor], is_step: bool, target_prob: Optional[Tensor] = None) -> Tensor:
+    def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator],
+                 negatives: Optional[Tensor], negative_log_count: Optional[Tensor], is_step: bool,
+                 target_prob: Optional[Tensor] = None) -> Tensor:
         self._whole_only(negatives is None and negative_log_count is None, "negatives")
         self._whole_only(target_prob is None, "target_prob")
         queries, batch = self._batch(input, target)
         target_ids = target.reshape(-1)
         seen = torch.where((target_ids != self.ignore_index).unsqueeze(1), queries.detach(), 0.0)
-        by_queries = self._exchange == "queries" or (self._exchange == "auto" and self._takes_queries(batch))
+        by_queries = self._exchange == "queries" or (self._exchange == "auto"
+                                                     and self._takes_queries(batch))
         ask_owners(self.sampler, not by_queries)
-        # What ranks tell each other before they draw travels at once.
+        # Start the exchanges that must finish before sampling together, so that they overlap.
         started = start_same_generator(generator, queries.device, self._shards.group)
         everyone = batch.start_gather(seen) if by_queries or self._draws_by_all_queries() else None
         targets = batch.gather(target_ids)
@@ -196,80 +221,111 @@ class ShardedLoss(LinearLoss):
         if is_step:
             self.sampler.prepare(self.linear.weight, self.linear.bias, generator)
         if by_queries:
-            loss = self._loss_by_queries(self._scaled(queries), target, batch, everyone, shown, generator)  # type: ignore[arg-type]
+            loss = self._loss_by_queries(
+                self._scaled(queries),
+                target,
+                batch,
+                everyone,  # type: ignore[arg-type]
+                shown,
+                generator)
         else:
-            loss = self._loss_by_rows(self._scaled(queries), target, batch, seen if everyone is None else everyone(), shown, generator)
+            loss = self._loss_by_rows(self._scaled(queries), target, batch,
+                                      seen if everyone is None else everyone(), shown, generator)
         return self._reduced(loss, target, counts)
 
     def _draws_by_all_queries(self) -> bool:
         return self.sampler.follows_table and not draws_for_a_part(self.sampler)
 
     def _takes_queries(self, batch: Ragged) -> bool:
-        """Whether all queries are fewer than the rows that one rank needs for its part of them, or have to be gathered for the draws."""
+        """Returns whether to exchange queries: if there are fewer queries in total than rows that
+        one rank needs for its part of them, or if sampling needs all queries anyway."""
         shared, private = candidate_numbers(self.sampler, batch.total)
-        are_fewer = batch.total < shared + self.head.numel() + (private + 1) * batch.total / batch.size
-        return torch.ops.xsoftmax.estimator_is_joined(self.estimator) and (are_fewer or self._draws_by_all_queries())
+        are_fewer = batch.total < shared + self.head.numel() + (private +
+                                                                1) * batch.total / batch.size
+        return torch.ops.xsoftmax.estimator_is_joined(
+            self.estimator) and (are_fewer or self._draws_by_all_queries())
 
     def _shared_log_z(self, device: Device) -> Optional[Tensor]:
         if self.log_z is not None:
             return SumGradient.apply(self.log_z, self._shards.group)
         return None if self.fixed_log_z == 0.0 else torch.full([], self.fixed_log_z, device=device)
 
-    def _loss_by_queries(self, queries: Tensor, target: Tensor, batch: Ragged, gathered: Callable[[], Tensor], shown: Tensor,
+    def _loss_by_queries(self, queries: Tensor, target: Tensor, batch: Ragged,
+                         gathered: Callable[[], Tensor], shown: Tensor,
                          generator: torch.Generator) -> Tensor:
-        """Every rank scores its classes for all queries, which are on their way."""
+        """Computes the loss with every rank scoring its classes for all queries. `gathered` waits
+        for these queries."""
         shards, linear = self._shards, self.linear
-        # Draws that do not depend on the queries are made while those travel.
+        # If sampling does not depend on the queries, it overlaps with their exchange.
         follows = self.sampler.follows_table
         everyone = gathered() if follows else self._no_queries(batch)
         sets = self.propose(everyone, shown, generator)
-        if torch.ops.xsoftmax.estimator_takes_a_draw(self.estimator):
+        if torch.ops.xsoftmax.estimator_replaces_a_sample(self.estimator):
             sets = without_a_draw(sets, shown, shards.group)
-        sets = sorted((of_rank(part, shards) for part in sets), key=lambda part: (part.ids.dim() == 1, not part.distinct))
+        sets = sorted((of_rank(part, shards) for part in sets), key=lambda part:
+                      (part.ids.dim() == 1, not part.distinct))
         known = torch.where(shards.here(shown), shown - shards.begin, -1)
         everyone = everyone if follows else gathered()
-        private = torch.cat([known.clamp(min=0).unsqueeze(1), *(part.ids for part in sets if part.ids.dim() == 2)], 1)
+        private = torch.cat(
+            [known.clamp(min=0).unsqueeze(1), *(part.ids for part in sets if part.ids.dim() == 2)],
+            1)
         shared = [part.ids for part in sets if part.ids.dim() == 1]
-        scores = ScoresOfAll.apply(queries, linear.weight, linear.bias, everyone, shown >= 0, private, torch.cat(shared) if shared else None, batch,
-                                   self.sparse_grad)
+        scores = ScoresOfAll.apply(queries, linear.weight, linear.bias, everyone, shown >= 0,
+                                   private,
+                                   torch.cat(shared) if shared else None, batch, self.sparse_grad)
         log_z = self._shared_log_z(queries.device)
-        options = option_text(estimator=self.estimator, remove_accidental_hits=self.remove_accidental_hits, label_smoothing=self.label_smoothing)
+        options = option_text(estimator=self.estimator,
+                              remove_accidental_hits=self.remove_accidental_hits,
+                              label_smoothing=self.label_smoothing)
         columns = columns_of(sets)
-        shares = torch.ops.xsoftmax.candidate_shares(scores if log_z is None else scores - log_z, known, *columns, options)
-        loss = torch.ops.xsoftmax.loss_of_shares(ScatterShares.apply(shares, batch), columns[-1], options)
+        shares = torch.ops.xsoftmax.candidate_shares(scores if log_z is None else scores - log_z,
+                                                     known, *columns, options)
+        loss = torch.ops.xsoftmax.loss_of_shares(ScatterShares.apply(shares, batch), columns[-1],
+                                                 options)
         return self._weighted(loss, target)
 
     def _no_queries(self, batch: Ragged) -> Tensor:
-        """What stands for those of all ranks where only their number matters."""
+        """Returns a placeholder for the queries of all ranks, if only their number matters."""
         return self.linear.weight.new_zeros(1, 1).expand(batch.total, self.in_features)
 
-    def _loss_by_rows(self, queries: Tensor, target: Tensor, batch: Ragged, seen: Tensor, shown: Tensor, generator: torch.Generator) -> Tensor:
-        """Every rank fetches the rows that its queries see. `seen`: by which it draws, this rank's queries or those of all."""
+    def _loss_by_rows(self, queries: Tensor, target: Tensor, batch: Ragged, seen: Tensor,
+                      shown: Tensor, generator: torch.Generator) -> Tensor:
+        """Computes the loss with every rank fetching the rows that its queries need. `seen` holds
+        the queries used for sampling: this rank's or those of all ranks."""
         mine = batch.local(shown)
         if draws_for_a_part(self.sampler):
             with drawing_for(self.sampler, batch.begin):
-                ids, log_count, target_log_count, distinct = columns_of(self.propose(seen, mine, generator))
-        else:  # for the whole batch
+                ids, log_count, target_log_count, distinct = columns_of(
+                    self.propose(seen, mine, generator))
+        else:  # sample for the whole batch
             everyone = seen if self.sampler.follows_table else self._no_queries(batch)
-            ids, log_count, target_log_count, distinct = columns_of(self.propose(everyone, shown, generator))
-            ids, log_count = ([batch.local(part) if part.dim() == 2 else part for part in parts] for parts in (ids, log_count))
-            target_log_count = [None if part is None else batch.local(part) for part in target_log_count]
+            ids, log_count, target_log_count, distinct = columns_of(
+                self.propose(everyone, shown, generator))
+            ids, log_count = ([batch.local(part) if part.dim() == 2 else part for part in parts]
+                              for parts in (ids, log_count))
+            target_log_count = [
+                None if part is None else batch.local(part) for part in target_log_count
+            ]
         classes, places = unique_of([mine[mine >= 0], *ids])
         known = torch.full_like(mine, NO_CLASS)
         known[mine >= 0] = places[0]
         requests = row_requests(self._name, "candidates", classes, self._shards)
         weight = FetchRows.apply(self.linear.weight, requests, self.sparse_grad)
-        bias = None if self.linear.bias is None else FetchRows.apply(self.linear.bias, requests, self.sparse_grad)
+        bias = None if self.linear.bias is None else FetchRows.apply(self.linear.bias, requests,
+                                                                     self.sparse_grad)
         options = {name: getattr(self, name) for name in self._option_names}
-        options |= {"ignore_index": NO_CLASS, "sparse_grad": False, "reduction": "none" if self.reduction == "none" else "sum"}
+        options |= {
+            "ignore_index": NO_CLASS, "sparse_grad": False,
+            "reduction": "none" if self.reduction == "none" else "sum"
+        }
         return torch.ops.xsoftmax.sampled_softmax_loss(
-            queries, weight, bias, known, places[1:], log_count, target_log_count, distinct,
-            None if self.weight is None else self.weight[classes], self._shared_log_z(queries.device), option_text(**options))
+            queries, weight, bias, known, places[1:], log_count, target_log_count,
+            distinct, None if self.weight is None else self.weight[classes],
+            self._shared_log_z(queries.device), option_text(**options))
 
 
 class SumGradient(torch.autograd.Function):
-    """A parameter that all ranks have, each of which has a share of its gradient."""
-
+    """A parameter replicated on all ranks. Backward sums the ranks' shares of its gradient."""
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -292,55 +348,75 @@ class ShardedSampledSoftmaxLoss(ShardedLoss, SampledSoftmaxLoss):
         self.sampler = split_sampler(self.sampler, shards, exchange != "queries")
 
 
-def _as_dtensors(module: ShardedLoss, state: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any]) -> None:
+def _as_dtensors(module: ShardedLoss, state: Dict[str, Any], prefix: str,
+                 local_metadata: Dict[str, Any]) -> None:
     for name, _ in module.linear.named_parameters():
         key = f"{prefix}linear.{name}"
         state[key] = rows_of_all(state[key], module._shards)
 
 
-_SHARDED = {LinearCrossEntropyLoss: ShardedCrossEntropyLoss, SampledSoftmaxLoss: ShardedSampledSoftmaxLoss}
+_SHARDED = {
+    LinearCrossEntropyLoss: ShardedCrossEntropyLoss, SampledSoftmaxLoss: ShardedSampledSoftmaxLoss
+}
 
 
-def shard_classes(model: nn.Module, mesh: Optional[DeviceMesh] = None, *, exchange: str = "auto") -> nn.Module:
-    """Splits the class tables of losses over the ranks of a mesh, in place: rank r keeps classes ``[r ceil(N / W), (r + 1) ceil(N / W))``.
+def shard_classes(model: nn.Module, mesh: Optional[DeviceMesh] = None, *,
+                  exchange: str = "auto") -> nn.Module:
+    """Shards the class tables of losses over the ranks of a mesh, in place. Rank r holds the
+    classes ``[r ceil(N / W), (r + 1) ceil(N / W))``.
 
-    From then on all ranks call a loss together, each with its batch of any size, as under data parallelism, and the loss is what one process would
-    return for all batches in a row: a mean or a sum over all of them, or each rank's rows of "none". Draws are those of one process whose torch
-    generator is the first rank's. With W ranks of b queries each, and e bytes a number, a rank receives in a step
+    All ranks then call a loss together, each with its own batch of any size, as under data
+    parallelism. The loss is that of one process with all batches concatenated: the mean or the sum
+    over all of them, or with "none" each rank's part. Samples are those of one process with the
+    torch generator of the first rank.
 
-    - by "queries" ``2 (W - 1) b D e`` bytes and about ``24 (W - 1) b``: all queries are gathered, each rank scores its classes for them, and the
-      gradients of queries are summed over ranks;
-    - by "rows" ``2 (W - 1) / W R D e`` bytes: the R different rows of its targets and candidates are fetched from their owners, and their gradients go
-      back there.
+    There are two ways to exchange data. With W ranks of b queries each and e bytes per number, a
+    rank receives per step
 
-    `exact`, `topk`, `predict`, `log_prob` and `eval()` gather the queries; `topk`, `predict` and `log_prob` give no gradient. `target_prob`, `entropy` and
-    `log_prob` of given ids are refused.
+    - with "queries", ``2 (W - 1) b D e`` bytes and about ``24 (W - 1) b``: all queries are
+      gathered, each rank scores its classes for them, and gradients of queries are summed over
+      ranks;
+    - with "rows", ``2 (W - 1) / W R D e`` bytes: each rank fetches the R distinct rows of its
+      targets and candidates from their owners, and sends the gradients back.
 
-    The gradient of a mean or a sum that reaches `input` is W times its share, since data parallelism takes the mean of the encoder's gradients over
-    ranks: what comes out is the gradient of one process. That of the table and of a learned log Z is whole.
+    `exact`, `topk`, `predict`, `log_prob` and `eval()` always gather the queries. `topk`, `predict`
+    and `log_prob` are not differentiable. `target_prob`, `entropy` and `log_prob` with ids are not
+    supported.
 
-    `state_dict()` holds DTensors (``Shard(0)``) of the table, which torch.distributed.checkpoint saves and loads on any number of ranks;
-    `load_state_dict` takes those, or the whole table of one process.
+    For a mean or a sum, the gradient of `input` is W times the rank's share, because data
+    parallelism averages the encoder's gradients over ranks. The encoder thus receives the gradient
+    of one process. The gradients of the table and of a learned log_z are complete on each rank.
 
-    The encoder is left to others, which must leave the table out: DistributedDataParallel does so for a `model` that this was called with before,
-    ``fully_shard(model, ..., ignored_params=set(model.loss.parameters()))`` beside FSDP2.
+    `state_dict()` holds the table as DTensors (``Shard(0)``), which torch.distributed.checkpoint
+    can save and load with any number of ranks. `load_state_dict` accepts these, or the whole table
+    of a single process.
+
+    Parallelise the encoder as usual, but exclude the table: DistributedDataParallel skips it if
+    `shard_classes(model)` was called first; for FSDP2 use ``fully_shard(model, ...,
+    ignored_params=set(model.loss.parameters()))``.
 
     Args:
-        model: a loss, or a module that holds some: a SampledSoftmaxLoss whose sampler does not follow the table (static ones, "in_batch",
-            unions and complements of those) or is a MidxSampler without a bias, or a union with one; or a LinearCrossEntropyLoss. Its table, and what its
-            sampler keeps, become those of the first rank. A table on the meta device is made here, of this rank's rows alone. Losses over trees are
-            replicated, see :func:`replicate`.
-        mesh: a DeviceMesh of one dimension. None: all ranks.
-        exchange: "queries": of the estimators whose candidates enter as one sum ("sampled_softmax", "ranking", "nce", "negative_sampling",
-            "importance"). "rows": of all estimators. "auto": what sends less of those that can be; queries where a set of MIDX is drawn by all of them.
+        model: a loss, or a module that contains some. Supported are LinearCrossEntropyLoss, and
+            SampledSoftmaxLoss with a sampler that does not follow the table (static samplers,
+            "in_batch", their unions and complements), with a MidxSampler without bias, or with a
+            union that contains one. The table and the sampler's state are set to those of the first
+            rank. For a table on the meta device, each rank allocates and initialises only its own
+            rows. Tree losses are replicated; see :func:`replicate`.
+        mesh: a one-dimensional DeviceMesh. None: all ranks.
+        exchange: "queries", for estimators whose candidates enter as one sum ("sampled_softmax",
+            "ranking", "nce", "negative_sampling", "importance"); "rows", for all estimators; or
+            "auto", which chooses the supported way that sends less, and "queries" if a shared MIDX
+            set is drawn from all queries.
 
     Returns:
-        `model`. The class of its losses is now a subclass of what it was. Make the optimizer after this call: the parameters are others.
+        `model`. The class of each loss is replaced by a subclass. Create the optimizer after this
+        call, because parameters are replaced.
 
     Raises:
-        TypeError, ValueError: a module without such a loss; a sampler, an estimator or an exchange that do not go together; an estimator written in
-            Python; ranks that disagree, with both values
-        RuntimeError: no process group; a loss that is replicated
+        TypeError, ValueError: the model has no supported loss; its sampler or estimator does not
+            support sharding or the exchange; an estimator is written in Python; or ranks disagree,
+            in which case the message gives both values.
+        RuntimeError: there is no process group, or a loss is replicated.
     """
     owner = "shard_classes"
     group = group_of(owner, mesh)
@@ -348,7 +424,8 @@ def shard_classes(model: nn.Module, mesh: Optional[DeviceMesh] = None, *, exchan
         raise TypeError(f"{owner}: expected model to be a module, got {type(model).__name__}")
     tables = [module for module in model.modules() if isinstance(module, TableModule)]
     if not tables:
-        raise ValueError(f"{owner}: expected a model with a class table, got a {type(model).__name__} without one")
+        raise ValueError(f"{owner}: expected a model with a class table, got a "
+                         f"{type(model).__name__} without one")
     if exchange not in EXCHANGES:
         raise ValueError(f"{owner}: expected exchange as one of {EXCHANGES}, got {exchange!r}")
     trees = [table for table in tables if not isinstance(table, LinearLoss)]
@@ -357,11 +434,15 @@ def shard_classes(model: nn.Module, mesh: Optional[DeviceMesh] = None, *, exchan
         check_splits(owner, loss, exchange)
     check_alike(owner, {"exchange": exchange, **facts_of(tables)}, group)
     if mesh is None:
-        mesh = dist.device_mesh.DeviceMesh.from_group(group, device_of_values(next(tables[0].parameters()).device).type)
+        mesh = dist.device_mesh.DeviceMesh.from_group(
+            group,
+            device_of_values(next(tables[0].parameters()).device).type)
     replicate_tables(owner, trees, group)
     for loss in losses:
-        loss.settle()
-        broadcast([tensor for tensor in (*loss.parameters(), *loss.buffers()) if not tensor.is_meta], group)
+        loss.catch_up()
+        broadcast(
+            [tensor for tensor in (*loss.parameters(), *loss.buffers()) if not tensor.is_meta],
+            group)
         loss.__class__ = _SHARDED[type(loss)]
         loss._shard(ClassShards(loss.num_classes, mesh), exchange)
     leave_out(model)
@@ -369,35 +450,40 @@ def shard_classes(model: nn.Module, mesh: Optional[DeviceMesh] = None, *, exchan
 
 
 def check_splits(owner: str, loss: TableModule, exchange: str) -> None:
-    """Whether the table of a loss can be split."""
+    """Raises an error unless the table of a loss can be sharded."""
     if type(loss) not in _SHARDED:
-        raise TypeError(f"{owner}: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, which is not split yet, got {type(loss).__name__}: "
+        raise TypeError(f"{owner}: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, "
+                        f"which is not split yet, got {type(loss).__name__}: "
                         "replicate it")
     if not table_of(loss).is_local:
         raise RuntimeError(f"{owner}: expected a model that is not replicated yet, got one that is")
-    if isinstance(loss, LinearLoss) and (loss.logit_scale != 1.0 or loss.softcap is not None or loss.z_loss != 0.0):
-        raise ValueError(f"{owner}: expected a loss with logit_scale=1, softcap=None and z_loss=0, which tables over ranks do not support yet, got "
+    if isinstance(loss, LinearLoss) and (loss.logit_scale != 1.0 or loss.softcap is not None
+                                         or loss.z_loss != 0.0):
+        raise ValueError(f"{owner}: expected a loss with logit_scale=1, softcap=None and z_loss=0, "
+                         "which tables over ranks do not support yet, got "
                          f"{loss.logit_scale}, {loss.softcap} and {loss.z_loss}: replicate it")
     if isinstance(loss, SampledSoftmaxLoss):
         check_sampler(owner, loss.sampler)
         if is_registered(loss.estimator):
-            raise ValueError(f"{owner}: expected an estimator of the library, got {loss.estimator!r}, which is written in Python")
+            raise ValueError(f"{owner}: expected an estimator of the library, got "
+                             f"{loss.estimator!r}, which is written in Python")
         if exchange == "queries" and not torch.ops.xsoftmax.estimator_is_joined(loss.estimator):
-            raise ValueError(f"{owner}: expected an estimator whose candidates enter as one sum (sampled_softmax, ranking, nce, negative_sampling or "
-                             f"importance) with exchange=\"queries\", got {loss.estimator!r}: use exchange=\"rows\"")
+            raise ValueError(f"{owner}: expected an estimator whose candidates enter as one sum "
+                             "(sampled_softmax, ranking, nce, negative_sampling or "
+                             f"importance) with exchange=\"queries\", got {loss.estimator!r}: use "
+                             "exchange=\"rows\"")
     if loss.label_smoothing != 0.0 and loss.weight is not None:
         raise ValueError(f"{owner}: expected label_smoothing=0 with class weights, got "
                          f"{loss.label_smoothing}")
 
 
 class ClassParallel(ParallelStyle):
-    """:func:`shard_classes` as a style of ``torch.distributed.tensor.parallel.parallelize_module``. Beside DistributedDataParallel call
-    :func:`leave_out` with the model.
+    """A style for ``torch.distributed.tensor.parallel.parallelize_module`` that calls
+    :func:`shard_classes`. With DistributedDataParallel, call :func:`leave_out` on the model too.
 
     Args:
-        exchange: see :func:`shard_classes`.
+        exchange: as in :func:`shard_classes`.
     """
-
     def __init__(self, exchange: str = "auto") -> None:
         super().__init__()
         self.exchange = exchange

@@ -1,4 +1,4 @@
-"""Two towers whose candidates are the items of all ranks."""
+"""Two-tower losses whose candidates are the items of all ranks."""
 
 from typing import Any, Dict, List, Optional
 
@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._placement import Table, attach
-from .._ranks import Ragged, broadcast, check_alike, group_of
-from ..two_tower import TwoTowerLoss
-from ._exchange import GatherQueries
+from .._core.placement import Table, attach
+from .._core.ranks import Ragged, broadcast, check_alike, group_of
+from ..losses.two_tower import TwoTowerLoss
+from .exchange import GatherQueries
 
 
 def _gathered(vectors: Tensor, ids: Tensor, group: dist.ProcessGroup) -> List[Tensor]:
@@ -19,7 +19,7 @@ def _gathered(vectors: Tensor, ids: Tensor, group: dist.ProcessGroup) -> List[Te
 
 
 class SharedItems(Table):
-    """The item vectors that all ranks have just computed, each those of its part of the batch."""
+    """The item vectors that all ranks have computed, each for its part of the batch."""
 
     is_local = False
 
@@ -46,29 +46,36 @@ class SharedItems(Table):
 
 
 def share_candidates(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.Module:
-    """From then on the candidates of the TwoTowerLosses in `model` are the items of all ranks, and those of their negatives and memories.
+    """Makes the items of all ranks, with their negatives and memories, the candidates of each
+    TwoTowerLoss in `model`.
 
-    Each rank calls the loss with its part of the batch, as under data parallelism. It receives the item vectors and ids of the others, ``(W - 1) b (D e + 8)``
-    bytes for b items a rank and e bytes a number, and the gradients of its items from their queries, ``(W - 1) b D e``. So W ranks compute what one
-    process would with the whole batch::
+    Each rank calls the loss with its part of the batch, as under data parallelism. It receives the
+    item vectors and ids of the other ranks, ``(W - 1) b (D e + 8)`` bytes for b items per rank and
+    e bytes per number, and the gradients of its own items from the queries of the others, ``(W - 1)
+    b D e`` bytes. W ranks then compute the same as one process with the whole batch::
 
         loss = xs.distributed.share_candidates(xs.TwoTowerLoss(num_items))
         towers = DistributedDataParallel(towers)
         loss(*towers(features), item_id).backward()
 
-    With reduction "mean" each rank's loss is the sum over its queries times W over the number of all of them (over all their weights), so that the mean over
-    ranks, which DistributedDataParallel makes of gradients, is that of one process, whatever part of the batch a rank has. With "sum" it is the sum over the
-    rank's queries. Counts and memory are the same on all ranks.
+    With reduction "mean", the loss of a rank is the sum over its queries, times W, divided by the
+    number (or the sum of weights) of all ranks' queries. DistributedDataParallel averages gradients
+    over ranks, which then gives the gradient of one process, even if parts of the batch differ in
+    size. With "sum", the loss is the sum over the rank's queries. Counts and memory are the same on
+    all ranks.
 
     Args:
-        model: a loss, or a module that holds some; its buffers become those of the first rank.
-        mesh: a DeviceMesh of one dimension. None: all ranks.
+        model: a TwoTowerLoss, or a module that contains some. Their buffers are set to those of the
+            first rank.
+        mesh: a one-dimensional DeviceMesh. None: all ranks.
 
     Returns:
         `model`.
 
     Raises:
-        RuntimeError: no process group, a loss that is shared already; TypeError, ValueError: a model without a TwoTowerLoss, ranks that disagree
+        RuntimeError: there is no process group, or a loss is already shared.
+        TypeError: model is not a module.
+        ValueError: the model has no TwoTowerLoss, or losses differ between ranks.
     """
     owner = "share_candidates"
     group = group_of(owner, mesh)
@@ -76,14 +83,18 @@ def share_candidates(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.
         raise TypeError(f"{owner}: expected model to be a module, got {type(model).__name__}")
     losses = [module for module in model.modules() if isinstance(module, TwoTowerLoss)]
     if not losses:
-        raise ValueError(f"{owner}: expected a model with a TwoTowerLoss, got a {type(model).__name__} without one")
+        raise ValueError(f"{owner}: expected a model with a TwoTowerLoss, got a "
+                         f"{type(model).__name__} without one")
     if any(loss._shared for loss in losses):
         raise RuntimeError(f"{owner}: expected a model whose candidates are not shared yet, got "
                            "one that share_candidates was called with before")
     facts: Dict[str, Any] = {}
     for place, loss in enumerate(losses):
-        facts |= {f"{name} of two towers {place}": fact for name, fact in (
-            ("type", type(loss).__name__), ("options", loss._options), ("counts", repr(loss.counts)))}
+        facts |= {
+            f"{name} of two towers {place}": fact
+            for name, fact in (("type", type(loss).__name__), ("options", loss._options),
+                               ("counts", repr(loss.counts)))
+        }
     check_alike(owner, facts, group)
     for loss in losses:
         broadcast(list(loss.buffers()), group)

@@ -1,19 +1,20 @@
-"""Glue to packages that train models, each imported with its first use: :mod:`transformers`, :mod:`lightning`, :mod:`accelerate`, :mod:`recbole`,
-:mod:`torchmetrics`.
+"""Integrations with training libraries: :mod:`transformers`, :mod:`lightning`, :mod:`accelerate`
+and :mod:`torchmetrics`. Each is imported on first use.
 
-The package needs none of them. Versions that the tests run with stand in the extra `integrations`.
+None of these libraries is required. The optional dependency group `integrations` lists the versions
+that are tested.
 """
 
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .._public import public_names
+from .._core.public import public_names
 
 if TYPE_CHECKING:
-    from . import accelerate, lightning, recbole, torchmetrics, transformers
+    from . import accelerate, lightning, torchmetrics, transformers
 
-__all__ = ["accelerate", "lightning", "recbole", "torchmetrics", "transformers"]
+__all__ = ["accelerate", "lightning", "torchmetrics", "transformers"]
 __dir__ = public_names(__all__)
 
 

@@ -1,33 +1,37 @@
-"""Lightning with row-sparse gradients."""
+"""Support for row-sparse gradients in Lightning."""
 
 from typing import Any, Union
 
 import torch
 
-from .._public import public_names
-from ..clip_grad import clip_grad_norm_
-from ..optim._base import RowOptimizer
-from ._clipping import has_rows, refuse_clip_by_value
+from .._core.public import public_names
+from ..optim.clip_grad import clip_grad_norm_
+from ..optim.row_optimizer import RowOptimizer
+from .clipping import has_rows, refuse_clip_by_value
 
 try:
     from lightning.pytorch import Callback
 except ImportError:
-    from pytorch_lightning import Callback  # the same under its older name
+    from pytorch_lightning import Callback  # the older name of the package
 
 __all__ = ["RowGradients"]
 __dir__ = public_names(__all__)
 
 
 class RowGradients(Callback):
-    """Gives a Lightning Trainer what row-sparse gradients need: `Trainer(callbacks=[xs.integrations.lightning.RowGradients()], gradient_clip_val=1.0)`.
+    """A Lightning callback that makes a Trainer support row-sparse gradients::
 
-    Clipping by norm is :func:`xsoftmax.clip_grad_norm_`; clipping by value says that it cannot. When training ends, rows that row optimizers owe steps to are
-    brought up to date, so that whatever reads a table then, such as weights averaged or exported, reads it as it is. Checkpoints need no help: state dicts of
-    losses and row optimizers bring rows up to date.
+        trainer = Trainer(callbacks=[xs.integrations.lightning.RowGradients()],
+                          gradient_clip_val=1.0)
 
-    Manual optimization calls `self.clip_gradients` in vain, as everywhere in Lightning: call :func:`xsoftmax.clip_grad_norm_`.
+    Clipping by norm uses :func:`xsoftmax.clip_grad_norm_`; clipping by value raises a TypeError if
+    a gradient is row-sparse. When training ends, pending updates of row optimizers are flushed, so
+    that weights are current when they are averaged or exported. Checkpoints need no special
+    handling, because the state dicts of losses and row optimizers flush pending updates.
+
+    With manual optimization, call :func:`xsoftmax.clip_grad_norm_` yourself: Lightning's
+    `self.clip_gradients` does not apply there.
     """
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         precision = trainer.strategy.precision_plugin
         by_norm, by_value = precision.clip_grad_by_norm, precision.clip_grad_by_value

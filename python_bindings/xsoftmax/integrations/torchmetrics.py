@@ -1,4 +1,5 @@
-"""The figures of :mod:`xsoftmax.metrics` as metrics of TorchMetrics, which add up over batches and ranks."""
+"""The metrics of :mod:`xsoftmax.metrics` as TorchMetrics metrics, which accumulate over batches and
+ranks."""
 
 from typing import Any, Tuple
 
@@ -7,9 +8,9 @@ import torchmetrics
 from torch import Tensor
 
 from .. import metrics
-from .._checks import check_count
-from .._public import public_names
-from .._ranks import digest
+from .._core.checks import check_count
+from .._core.public import public_names
+from .._core.ranks import digest
 from ..metrics import Predictions, Truth
 
 __all__ = ["NdcgAtK", "PrecisionAtK", "PspAtK", "RecallAtK"]
@@ -17,11 +18,14 @@ __dir__ = public_names(__all__)
 
 
 class _AtK(torchmetrics.Metric):
-    """`update(predictions, truth)` takes what :mod:`xsoftmax.metrics` takes; `compute()` is the figure of all batches together, float64, nan where
-    no query had anything right. A batch in which nothing is right counts nothing.
+    """Base class. `update(predictions, truth)` takes the arguments of :mod:`xsoftmax.metrics`;
+    `compute()` returns the metric over all batches as float64, NaN if no query had a relevant
+    class. Batches without relevant classes do not count.
 
-    States are named after the metric, its k and what else it depends on: a MetricCollection with ``compute_groups=True`` shares the states of metrics whose
-    states have equal names and, after the first batch, equal values."""
+    State names contain the metric, k and all other parameters, because a MetricCollection with
+    ``compute_groups=True`` merges the states of metrics whose states have equal names and, after
+    the first batch, equal values.
+    """
 
     is_differentiable = False
     higher_is_better = True
@@ -30,12 +34,16 @@ class _AtK(torchmetrics.Metric):
     def __init__(self, k: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.k = check_count(type(self).__name__, "k", k, 1)
-        self._names = [f"{type(self).__name__}_{self.k}{self._dependence()}_{part}" for part in ("total", "count")]
+        self._names = [
+            f"{type(self).__name__}_{self.k}{self._dependence()}_{part}"
+            for part in ("total", "count")
+        ]
         for name in self._names:
             self.add_state(name, default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def _dependence(self) -> str:
-        """What tells metrics of one class and one k apart."""
+        """Returns the part of the state names that distinguishes metrics with the same class and
+        k."""
         return ""
 
     def _sums(self, predictions: Predictions, truth: Truth) -> Tuple[Tensor, Any]:
@@ -45,7 +53,8 @@ class _AtK(torchmetrics.Metric):
         total, count = self._sums(predictions, truth)
         for name, more in zip(self._names, (total, count)):
             state = getattr(self, name)
-            setattr(self, name, state + (more.to(state.device) if isinstance(more, Tensor) else more))
+            setattr(self, name,
+                    state + (more.to(state.device) if isinstance(more, Tensor) else more))
 
     def compute(self) -> Tensor:
         total, count = (getattr(self, name) for name in self._names)
@@ -53,36 +62,34 @@ class _AtK(torchmetrics.Metric):
 
 
 class PrecisionAtK(_AtK):
-    """:func:`xsoftmax.metrics.precision_at_k` of all batches together."""
-
+    """Accumulates :func:`xsoftmax.metrics.precision_at_k` over batches."""
     def _sums(self, predictions: Predictions, truth: Truth) -> Tuple[Tensor, Any]:
         values = metrics._precisions(predictions, truth, self.k, needs_any=False)
         return values.sum(), len(values)
 
 
 class RecallAtK(_AtK):
-    """:func:`xsoftmax.metrics.recall_at_k` of all batches together."""
-
+    """Accumulates :func:`xsoftmax.metrics.recall_at_k` over batches."""
     def _sums(self, predictions: Predictions, truth: Truth) -> Tuple[Tensor, Any]:
         values = metrics._recalls(predictions, truth, self.k, needs_any=False)
         return values.sum(), len(values)
 
 
 class NdcgAtK(_AtK):
-    """:func:`xsoftmax.metrics.ndcg_at_k` of all batches together."""
-
+    """Accumulates :func:`xsoftmax.metrics.ndcg_at_k` over batches."""
     def _sums(self, predictions: Predictions, truth: Truth) -> Tuple[Tensor, Any]:
         values = metrics._ndcgs(predictions, truth, self.k, needs_any=False)
         return values.sum(), len(values)
 
 
 class PspAtK(_AtK):
-    """:func:`xsoftmax.metrics.psp_at_k` of all batches together.
+    """Accumulates :func:`xsoftmax.metrics.psp_at_k` over batches.
 
     Args:
-        propensity: [N], in (0, 1], of each class: :func:`xsoftmax.metrics.propensity`.
+        k: at least 1.
+        propensity: floating-point [N], in (0, 1], one per class, such as the result of
+            :func:`xsoftmax.metrics.propensity`.
     """
-
     def __init__(self, k: int, propensity: Tensor, **kwargs: Any) -> None:
         self._digest = digest(metrics._propensity(propensity, 0).cpu())
         super().__init__(k, **kwargs)

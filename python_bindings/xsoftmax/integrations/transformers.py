@@ -1,6 +1,6 @@
-"""A sampled head in models of Hugging Face Transformers, and a Trainer with row optimizers.
+"""A sampled output layer for Hugging Face Transformers models, and a Trainer with row optimizers.
 
-With the head the model trains, evaluates, generates, saves and resizes as it did before.
+Training, evaluation, generation, saving and resizing of the model work as before.
 """
 
 import functools
@@ -13,17 +13,18 @@ import transformers
 from torch import nn
 
 from .. import optim
-from .._first_step import row_optimizer, row_sparse_tables
-from .._public import public_names
-from .._table import check_linear, has_own_forward
-from ..linear_losses import LinearLoss, check_loss_class
-from ._heads import Head, bias_after, transform_in, with_bias
-from ._logits import NoLogits, UnsupportedHeadError, unshared_training
-from ._resize_embeddings import resize_embeddings
+from ..optim.first_step import row_optimizer, row_sparse_tables
+from .._core.public import public_names
+from ..tables.table_module import check_linear, has_own_forward
+from ..losses.linear_loss import LinearLoss, check_loss_class
+from .heads import Head, bias_after, transform_in, with_bias
+from .logits import NoLogits, UnsupportedHeadError, unshared_training
+from .resize_embeddings import resize_embeddings
 from .accelerate import Accelerator
 
-__all__ = ["NoLogits", "RowTrainer", "Trainer", "UnsupportedHeadError", "replace_head",
-           "restore_head"]
+__all__ = [
+    "NoLogits", "RowTrainer", "Trainer", "UnsupportedHeadError", "replace_head", "restore_head"
+]
 __dir__ = public_names(__all__)
 
 Loss = TypeVar("Loss", bound=LinearLoss)
@@ -31,20 +32,20 @@ LOSS_STATE = "xsoftmax_loss.pt"
 
 
 class _WithLoss:
-    """Adds the loss to a model's class, which :func:`_with_loss` derives from both."""
+    """Mixin that adds the loss to a model's class; :func:`_with_loss` derives from both."""
 
     _base_class: Type[nn.Module]
     _xsoftmax_head: Head
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy begins with the Linear and what is tied to it, which must be up to date.
-        self._xsoftmax_head.loss.settle()
+        # A copy takes the Linear and the tensors tied to it, which must be current.
+        self._xsoftmax_head.loss.catch_up()
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         return _new, (self._base_class,), state
 
     def train(self, mode: bool = True) -> Any:
         super().train(mode)  # type: ignore[misc]
-        # Here rather than at a call with labels: the loss may be called by itself, as topk is.
+        # Set it here, not in calls with labels: users may call the loss directly, or its topk.
         self._xsoftmax_head.loss.train(mode)
         return self
 
@@ -60,7 +61,7 @@ class _WithLoss:
 
 @functools.cache
 def _with_loss(base: Any) -> Type[nn.Module]:
-    """Returns a subclass of a model's class whose calls with labels compute the loss."""
+    """Returns a subclass of a model's class that computes the loss when called with labels."""
     signature = inspect.signature(base.forward)
 
     @functools.wraps(base.forward)
@@ -77,10 +78,11 @@ def _with_loss(base: Any) -> Type[nn.Module]:
         call = functools.partial(base.forward, self)
         return self._xsoftmax_head.outputs(self, call, labels, kwargs)
 
-    # A config keeps the name as the architecture, and Transformers finds a model's task by it.
+    # Keep the class name: configs store it as the architecture, and it identifies the model's task.
     return type(base.__name__, (_WithLoss, base), {
         "forward": forward, "_base_class": base, "__module__": base.__module__,
-        "__doc__": base.__doc__})
+        "__doc__": base.__doc__
+    })
 
 
 def _new(base: Any) -> Any:
@@ -90,52 +92,52 @@ def _new(base: Any) -> Any:
 
 def replace_head(model: nn.Module, loss_class: Type[Loss], *, name: Optional[str] = None,
                  shift: Optional[bool] = None, **kwargs: Any) -> Loss:
-    """Puts a loss of this package in the place of a model's cross entropy over logits::
+    """Replaces a model's cross entropy over logits with a loss of this package::
 
         loss = xs.integrations.transformers.replace_head(
             model, xs.SampledSoftmaxLoss, sampler="log_uniform", num_samples=512)
         # sampled in train(), exact in eval(), without logits
         model(input_ids, labels=labels).loss
 
-    - With `labels` the model's own code runs, and this loss takes the place of its cross entropy:
-      labels are shifted, ignored and averaged as that class does, and terms that it adds (of
-      routers) stay. `outputs.logits` then raises where it is used.
-    - A scale or a soft cap of the logits is applied. A bias after the head is shared by the loss:
-      a parameter [N] trains, a buffer or a frozen parameter stays as it is.
-    - Without `labels` the model gives its logits as before, so `generate()`, pipelines and beam
-      search work. Threads may call the model with and without labels at once.
-    - The Linear, the model's parameters and its keys stay. `save_pretrained` writes a plain model;
-      `from_pretrained` reads it without this package.
-    - An embedding that is tied to the head gets `sparse=True` where the loss makes row-sparse
-      gradients, so that the gradient of both stays row-sparse.
-    - `resize_token_embeddings` resizes loss and sampler, and carries the state of row optimizers
-      and of optimizers of `torch.optim` that have taken a step.
-    - PEFT: call it with what `get_peft_model` returned. A head among `modules_to_save` is trained;
-      a LoRA on the head is refused.
+    - Called with `labels`, the model runs its own code, and this loss replaces its cross entropy:
+      labels are shifted, ignored and averaged as the model's class does, and additional loss terms
+      (such as router losses) are kept. `outputs.logits` then raises an error if it is used.
+    - A scale or a soft cap of the logits is applied. A bias after the head is shared with the loss:
+      a parameter [N] is trained, a buffer or a frozen parameter stays constant.
+    - Called without `labels`, the model returns its logits as before, so `generate()`, pipelines
+      and beam search work. Different threads may call the model with and without labels at once.
+    - The Linear, the model's parameters and its state dict keys stay the same. `save_pretrained`
+      writes a plain model, and `from_pretrained` reads it without this package.
+    - An embedding tied to the head gets `sparse=True` if the loss produces row-sparse gradients, so
+      that the sum of both gradients stays row-sparse.
+    - `resize_token_embeddings` also resizes the loss and the sampler, and the state of row
+      optimizers and of `torch.optim` optimizers that have taken a step.
+    - With PEFT, call it on the result of `get_peft_model`. A head in `modules_to_save` is trained;
+      a LoRA adapter on the head is not supported.
 
     Args:
-        model: changed in place: a PreTrainedModel, or one of PEFT.
+        model: a PreTrainedModel or a PEFT model; changed in place.
         loss_class: xs.SampledSoftmaxLoss, xs.CaneLoss or xs.LinearCrossEntropyLoss.
-        name: of the Linear; None: the output embeddings'.
-        shift: whether position t is to predict label t + 1. None: the model's class says so, since
-            its own code pairs logits and labels. A value goes past that code, for classes whose
-            loss is no cross entropy.
-        **kwargs: the loss's own arguments, without in_features, num_classes and bias.
-            `logit_scale` and `softcap` default to the model's; others are refused.
+        name: the name of the Linear. None: the output embeddings.
+        shift: whether position t predicts label t + 1. None: as in the model's own code, which
+            pairs logits and labels. True or False bypasses that code, for models whose loss is not
+            a cross entropy.
+        **kwargs: arguments of the loss, except in_features, num_classes and bias. `logit_scale` and
+            `softcap` default to those of the model; different values are refused.
 
     Returns:
-        The loss. It shares its parameters with the model: give an optimizer `model.parameters()`
-        alone.
+        The loss. It shares its parameters with the model, so pass only `model.parameters()` to an
+        optimizer.
 
     Raises:
-        UnsupportedHeadError: which is a TypeError; a head that is no plain nn.Linear, or that is followed
-            by a bias that trains and is no parameter [N]; at the first call with labels, a model
-            whose objective is not the cross entropy of its head's logits, changed at most by a
-            bias, a scale and a soft cap, or one with another `logit_scale` or `softcap` than the
-            arguments
-        TypeError: a loss with parameters of its own, which no save_pretrained would keep
-        ValueError: a model whose head is replaced already, or that has no output embeddings, and
-            no name is given
+        UnsupportedHeadError: (a TypeError) the head is not a plain nn.Linear, or is followed by a
+            bias that requires a gradient and is not a parameter [N]. Raised at the first call with
+            labels: the model's objective is not the cross entropy of its head's logits, changed at
+            most by a bias, a scale and a soft cap; or the model's `logit_scale` or `softcap`
+            differs from the argument.
+        TypeError: the loss has parameters of its own, which save_pretrained would not save.
+        ValueError: the head is already replaced; or the model has no output embeddings and no name
+            is given.
     """
     model = _base_model(model)
     who = f"replace_head of {type(model).__name__}"
@@ -175,28 +177,31 @@ def _embedding(model: Any, side: str) -> Any:
     """Returns the module of `get_input_embeddings` or `get_output_embeddings`, or None."""
     try:
         return getattr(model, f"get_{side}_embeddings")()
-    except (AttributeError, NotImplementedError):  # Canine has hashes in place of a table
+    except (AttributeError, NotImplementedError):  # Canine hashes tokens instead of using a table
         return None
 
 
 def restore_head(model: nn.Module, loss: LinearLoss) -> nn.Linear:
-    """Takes the loss out of a model again, which keeps its trained values; returns the Linear.
+    """Undoes :func:`replace_head`. The model keeps its trained values.
 
-    With labels the model then computes its own cross entropy, of its own logits.
+    Afterwards the model computes its own cross entropy when called with labels.
 
     Args:
-        model: changed in place: what :func:`replace_head` was given.
-        loss: what :func:`replace_head` returned.
+        model: the model passed to :func:`replace_head`; changed in place.
+        loss: the return value of :func:`replace_head`.
+
+    Returns:
+        The model's Linear.
 
     Raises:
-        ValueError: the loss of another model, or a model whose head is not replaced
+        ValueError: the loss belongs to another model, or the model's head is not replaced.
     """
     inner = _base_model(model)
     head = getattr(inner, "_xsoftmax_head", None)
     if head is None or head.loss is not loss and head.loss.linear is not loss.linear:
         raise ValueError("restore_head: expected the loss that replace_head gave for this "
                          f"{type(inner).__name__}, got another {type(loss).__name__}")
-    loss.settle()
+    loss.catch_up()
     head.remove()
     inner.__class__ = inner._base_class
     del inner._xsoftmax_head
@@ -205,9 +210,10 @@ def restore_head(model: nn.Module, loss: LinearLoss) -> nn.Linear:
 
 
 def _base_model(model: nn.Module) -> Any:
-    """Returns the PreTrainedModel: `model`, or the one inside a PEFT model."""
-    found = next((module for module in model.modules()
-                  if isinstance(module, transformers.PreTrainedModel)), None)
+    """Returns the PreTrainedModel: `model` itself, or the one inside a PEFT model."""
+    found = next(
+        (module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)),
+        None)
     if found is None:
         raise TypeError("replace_head: expected a model of Transformers, got "
                         f"{type(model).__name__}")
@@ -227,7 +233,8 @@ def _head_name(who: str, model: Any) -> str:
 
 
 def _linear(who: str, model: Any, name: str) -> Tuple[str, nn.Linear]:
-    """Returns the Linear that is trained, and its name: PEFT's copy for `modules_to_save`."""
+    """Returns the name of the Linear that is trained, and the Linear. With PEFT's
+    `modules_to_save` this is PEFT's copy."""
     module = model.get_submodule(name)
     if hasattr(module, "modules_to_save") and hasattr(module, "active_adapters"):
         name = f"{name}.modules_to_save.{module.active_adapters[0]}"
@@ -243,29 +250,29 @@ def _linear(who: str, model: Any, name: str) -> Tuple[str, nn.Linear]:
 
 
 class RowTrainer:
-    """Makes a Trainer ready for row-sparse gradients: `class MyTrainer(RowTrainer, SFTTrainer)`.
+    """Mixin that makes a Trainer support row-sparse gradients: ``class MyTrainer(RowTrainer,
+    SFTTrainer)``.
 
-    - Clipping and the norm that is logged take row-sparse gradients.
-    - Where the model has a table with row-sparse gradients, the optimizer that `TrainingArguments`
-      name is the one of :mod:`xsoftmax.optim` with the same steps: RowAdam for AdamW, RowSGD,
-      RowAdagrad.
-    - Where `compute_metrics` asks for logits, evaluation computes them.
-    - The state of samplers is saved with each checkpoint, and read when training resumes.
+    - Gradient clipping and the logged gradient norm include row-sparse gradients.
+    - If the model has a table with row-sparse gradients, the optimizer selected in
+      `TrainingArguments` is replaced by its equivalent in :mod:`xsoftmax.optim`: RowAdam for Adam
+      and AdamW, RowSGD or RowAdagrad.
+    - If `compute_metrics` needs logits, evaluation computes them.
+    - The state of samplers is saved with each checkpoint, and restored when training resumes.
 
     Raises:
-        ValueError: `optim` names an optimizer that may not take row-sparse gradients;
-            `label_smoothing_factor` or `compute_loss_func`, which compute all logits and go past
-            the loss
+        ValueError: `optim` selects an optimizer without row-sparse equivalent; or
+            `label_smoothing_factor` or `compute_loss_func` is set, which would compute all logits
+            and bypass the loss.
     """
-
     def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
         super().create_accelerator_and_postprocess(*args, **kwargs)  # type: ignore[misc]
         accelerator = self.accelerator  # type: ignore[attr-defined]
         if not isinstance(accelerator, Accelerator):
             kind = type(accelerator)
             is_plain = kind is Accelerator.__mro__[1]
-            accelerator.__class__ = Accelerator if is_plain else type(
-                "Accelerator", (Accelerator, kind), {})
+            accelerator.__class__ = Accelerator if is_plain else type("Accelerator",
+                                                                      (Accelerator, kind), {})
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Tuple[Any, Dict[str, Any]]:
@@ -286,8 +293,10 @@ class RowTrainer:
         return getattr(optim, ours), {key: value for key, value in kwargs.items() if key in known}
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        options = [name for name in ("label_smoother", "compute_loss_func")
-                   if getattr(self, name, None) is not None]
+        options = [
+            name for name in ("label_smoother", "compute_loss_func")
+            if getattr(self, name, None) is not None
+        ]
         if options and "labels" in inputs and _head_of(model) is not None:
             is_smoother = options[0] == "label_smoother"
             argument = "label_smoothing_factor of 0" if is_smoother else "no compute_loss_func"
@@ -314,8 +323,9 @@ class RowTrainer:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
         head = _head_of(self.model)  # type: ignore[attr-defined]
         state = {} if head is None else {
-            key: value for key, value in head.loss.state_dict().items()
-            if not key.startswith("linear.")}
+            key: value
+            for key, value in head.loss.state_dict().items() if not key.startswith("linear.")
+        }
         if state:
             folder = output_dir or self.args.output_dir  # type: ignore[attr-defined]
             torch.save(state, os.path.join(folder, LOSS_STATE))
@@ -325,8 +335,10 @@ class RowTrainer:
         head = _head_of(self.model)  # type: ignore[attr-defined]
         path = os.path.join(resume_from_checkpoint, LOSS_STATE)
         if head is not None and os.path.exists(path):
-            linear = {f"linear.{key}": value
-                      for key, value in head.loss.linear.state_dict().items()}
+            linear = {
+                f"linear.{key}": value
+                for key, value in head.loss.linear.state_dict().items()
+            }
             head.loss.load_state_dict({**linear, **torch.load(path, weights_only=True)})
 
 
@@ -334,10 +346,12 @@ _SAME_STEPS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim
 
 
 def _head_of(model: Any) -> Optional[Head]:
-    """Returns the replaced head of a model, or of one inside it."""
-    return next((module._xsoftmax_head for module in model.modules()
-                 if getattr(module, "_xsoftmax_head", None) is not None), None)
+    """Returns the replaced head of a model, or of a model inside it."""
+    return next(
+        (module._xsoftmax_head
+         for module in model.modules() if getattr(module, "_xsoftmax_head", None) is not None),
+        None)
 
 
 class Trainer(RowTrainer, transformers.Trainer):
-    """Trains as `transformers.Trainer`, with row-sparse gradients: see :class:`RowTrainer`."""
+    """A `transformers.Trainer` that supports row-sparse gradients; see :class:`RowTrainer`."""

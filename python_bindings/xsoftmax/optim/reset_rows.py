@@ -3,20 +3,22 @@ from torch import Tensor
 
 
 def reset_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Gives rows of a parameter new values, ``table[rows] = values``, and resets what row optimizers keep for them to its state before the first gradient.
+    """Assigns new values to rows of a parameter, ``table[rows] = values``, and resets the state of
+    row optimizers for them to that before the first gradient.
 
-    It is for rows that stand for something else from now on. The rows then owe no steps; what the other rows owe stays, which writing to the parameter by other
-    means would drop. All row optimizers that have taken a step for the parameter are found by it, of C++ as well. Of other optimizers nothing is reset; a
-    gradient that waits for a step stays as it is.
+    Use it for rows that are reused for something else. Pending updates of these rows are discarded,
+    and those of other rows are kept; writing to the parameter by other means would discard them
+    all. All row optimizers that have taken a step for the parameter are found, including those of
+    C++. State of other optimizers and gradients are not reset. An error changes nothing.
 
     Args:
         table: the parameter, [N, ...].
         rows: int64 [R] in [0, N).
-        values: [R, ...], of the table's dtype.
+        values: [R, ...], in the dtype of the table.
 
     Raises:
-        ValueError: rows or values of another shape; nothing changes then, as after the other errors.
-        TypeError: rows are not int64, or values of another dtype than the table.
+        ValueError: the shape of rows or values does not fit.
+        TypeError: rows are not int64, or the dtype of values differs from the table's.
         IndexError: a row is not in [0, N).
     """
     with torch.no_grad():

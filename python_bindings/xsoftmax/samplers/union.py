@@ -1,34 +1,41 @@
-"""Several samplers as one."""
+"""Unions of samplers."""
 
 from typing import Any, Callable, Dict, List, Optional, TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from .sampler import OF_BATCH, CandidateSet, DescribedSampler, Sampler, columns_of
+from .candidate_set import CandidateSet, columns_of
+from .sampler import OF_BATCH, DescribedSampler, Sampler
 
 
 class UnionSampler(DescribedSampler):
-    """Draws by several samplers together: what one of them misses, another proposes.
+    """Combines several samplers, so that one proposes what another misses.
 
-    ``UnionSampler(UnigramSampler(counts, 64), MidxSampler(n, d, 20))`` draws 64 classes that the batch shares and 20 for each query. Expected counts add up:
-    the count of a class is the sum of what each sampler would draw of it, whichever sampler drew it. This is the balance heuristic of multiple importance
-    sampling (Veach and Guibas, 1995). No candidate weighs more than it would under any one of the samplers.
+    ``UnionSampler(UnigramSampler(counts, 64), MidxSampler(n, d, 20))`` draws 64 classes shared by
+    the batch and 20 per query. Expected counts add up: the count of a class is the sum of its
+    counts in all parts, whichever part drew it. This is the balance heuristic of multiple
+    importance sampling (Veach and Guibas, 1995). No candidate weighs more than it would under any
+    single part.
 
-    The shared parts draw first, then the private ones, one after another, and those of distinct draws last. While a private part draws, it is asked what it
-    would draw of the ids before it. So a part whose counts only a draw knows may be in a union as its last.
+    Shared parts draw first, then private ones, one after another, and those without replacement
+    last. While a private part draws, it also computes its expected counts of the ids drawn before.
+    A part whose counts are only known for what it draws can therefore be in a union if it is the
+    last.
 
     Args:
-        *parts: samplers of one number of classes, each of which belongs to this union from here on. Unions may be among them.
+        *parts: samplers of one number of classes, which may be unions too. They cannot be used
+            elsewhere.
 
-    Shapes and dtypes: a set for each set of the parts, ids int64 [M] or [Q, M]; log counts float32 of that shape, or [Q, M] where those of a part depend on the
-    query.
+    Shapes and dtypes: one set for each set of the parts; ids int64 [M] or [Q, M], log counts
+    float32 of that shape, or [Q, M] if those of a part depend on the query.
 
     Raises:
-        ValueError: no part, parts of different numbers of classes, one part twice, or a part that belongs to a loss or a union already. In :meth:`sample`: two
-            parts whose counts only a draw knows.
-        TypeError: a part is no sampler.
-        IndexError: as the parts.
+        ValueError: there are no parts, parts have different numbers of classes, a part is passed
+            twice, or a part belongs to a loss or a union already. In :meth:`sample`: the counts of
+            two parts are only known for what they draw.
+        TypeError: a part is not a sampler.
+        IndexError: same as the parts.
     """
 
     if TYPE_CHECKING:
@@ -39,22 +46,29 @@ class UnionSampler(DescribedSampler):
             raise ValueError("UnionSampler: expected at least one sampler, got none")
         for part in parts:
             if not isinstance(part, Sampler):
-                raise TypeError(f"UnionSampler: expected Sampler objects, got {type(part).__name__}")
+                raise TypeError("UnionSampler: expected Sampler objects, got "
+                                f"{type(part).__name__}")
         sizes = sorted({part.num_classes for part in parts})
         if len(sizes) > 1:
-            raise ValueError(f"UnionSampler: expected samplers of one number of classes, got {sizes}")
+            raise ValueError("UnionSampler: expected samplers of one number of classes, got "
+                             f"{sizes}")
         if len(set(parts)) < len(parts):
             raise ValueError("UnionSampler: expected different samplers, got one of them twice")
         counts = [part.num_samples for part in parts]
-        super().__init__(sizes[0], OF_BATCH if OF_BATCH in counts else sum(counts), shared=all(part.shared for part in parts),
+        super().__init__(sizes[0], OF_BATCH if OF_BATCH in counts else sum(counts),
+                         shared=all(part.shared for part in parts),
                          distinct=all(part.distinct for part in parts))
-        for part in sorted(parts, key=lambda part: not part._owner):  # an error claims none of them
+        # Parts with an owner first: they raise before any part is claimed.
+        for part in sorted(parts, key=lambda part: not part._owner):
             part._claim("UnionSampler")
         self.parts = nn.ModuleList(parts)
         self.follows_table = any(part.follows_table for part in parts)
-        self.has_distinct, self.has_independent = any(part.has_distinct for part in parts), any(part.has_independent for part in parts)
+        self.has_distinct, self.has_independent = any(part.has_distinct
+                                                      for part in parts), any(part.has_independent
+                                                                              for part in parts)
         self._turns: List[int] = [0 if part.shared else 2 if part.distinct else 1 for part in parts]
-        if all(turn == 1 for turn in self._turns) and any(part.default_estimator == "ranking" for part in parts):
+        if all(turn == 1 for turn in self._turns) and any(part.default_estimator == "ranking"
+                                                          for part in parts):
             self.default_estimator = "ranking"
 
     def _describe(self) -> str:
@@ -75,20 +89,25 @@ class UnionSampler(DescribedSampler):
         return any(part.refresh_due() for part in self.parts)
 
     @torch.jit.export
-    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        return self._draw(queries, target, generator) if self._describe() != "" else self._draw_in_turn(queries, target, generator)
+    def sample(self, queries: Tensor, target: Optional[Tensor] = None,
+               generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
+        return self._draw(queries, target,
+                          generator) if self._describe() != "" else self._draw_in_turn(
+                              queries, target, generator)
 
-    def _draw_in_turn(self, queries: Tensor, target: Optional[Tensor], generator: Optional[torch.Generator]) -> List[CandidateSet]:
-        """Where a part is written in Python."""
+    def _draw_in_turn(self, queries: Tensor, target: Optional[Tensor],
+                      generator: Optional[torch.Generator]) -> List[CandidateSet]:
+        """Draws from each part in turn, if a part is written in Python."""
         sets: List[CandidateSet] = []
-        asked: List[Tensor] = []  # what other parts say of a set's ids
+        asked: List[Tensor] = []  # log counts of a set's ids in other parts
         of_set: List[int] = []
         part_of: List[int] = []
         first_private = 0
         for turn in range(3):
             for i, part in enumerate(self.parts):
                 if self._turns[i] == turn:
-                    shown = target if turn == 0 else torch.ops.xsoftmax.union_classes(queries, target, [one.ids for one in sets])
+                    shown = target if turn == 0 else torch.ops.xsoftmax.union_classes(
+                        queries, target, [one.ids for one in sets])
                     drawn = part.sample(queries, shown, generator)
                     if turn == 0:
                         for k, one in enumerate(sets):
@@ -103,25 +122,31 @@ class UnionSampler(DescribedSampler):
                         part_of.append(turn * len(self.parts) + i)
                         first_private += int(turn == 0)
         ids, log_count, target_log_count, _ = columns_of(sets)
-        merged, of_target = torch.ops.xsoftmax.union_merge(ids, log_count, target_log_count, part_of, first_private, asked, of_set, target)
+        merged, of_target = torch.ops.xsoftmax.union_merge(ids, log_count, target_log_count,
+                                                           part_of, first_private, asked, of_set,
+                                                           target)
         proposal: List[CandidateSet] = []
         for k, one in enumerate(sets):
             known = target is not None and one.target_log_count is not None
-            proposal.append(CandidateSet(one.ids, merged[k], of_target[k] if known else None, one.distinct))
+            proposal.append(
+                CandidateSet(one.ids, merged[k], of_target[k] if known else None, one.distinct))
         return proposal
 
     @torch.jit.export
     def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
-        return torch.ops.xsoftmax.merge_log_counts([part.log_count(queries, ids) for part in self.parts])
+        return torch.ops.xsoftmax.merge_log_counts(
+            [part.log_count(queries, ids) for part in self.parts])
 
     @torch.jit.export
-    def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
+    def prepare(self, weight: Tensor, bias: Optional[Tensor],
+                generator: Optional[torch.Generator] = None) -> None:
         for part in self.parts:
             part.prepare(weight, bias, generator)
 
     @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
-        """Refreshes every part; their statistics by the number of the part: ``"1.distortion"``."""
+        """Refreshes every part. Statistics are named by the index of the part: ``"1.distortion"``.
+        """
         stats: Dict[str, float] = {}
         for i, part in enumerate(self.parts):
             for name, value in part.refresh(weight, bias).items():
@@ -129,12 +154,15 @@ class UnionSampler(DescribedSampler):
         return stats
 
     @torch.jit.unused
-    def plan_growth(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Optional[Callable[[], None]]:
-        return self._plan_all([part.plan_growth(num_classes, rows, bias) for part in self.parts], num_classes)
+    def plan_growth(self, num_classes: int, rows: Optional[Tensor],
+                    bias: Optional[Tensor]) -> Optional[Callable[[], None]]:
+        return self._plan_all([part.plan_growth(num_classes, rows, bias) for part in self.parts],
+                              num_classes)
 
     @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Any:
-        return self._plan_all([part.plan_resize(num_classes, rows, bias) for part in self.parts], num_classes)
+        return self._plan_all([part.plan_resize(num_classes, rows, bias) for part in self.parts],
+                              num_classes)
 
     @torch.jit.unused
     def _plan_all(self, plans: List[Any], num_classes: int) -> Optional[Callable[[], None]]:
@@ -147,6 +175,7 @@ class UnionSampler(DescribedSampler):
 
     @torch.jit.unused
     def excluding(self, ids: Tensor) -> Optional["UnionSampler"]:
-        """None where a part cannot leave classes out."""
+        """Returns a union of parts that exclude ``ids``, or None if a part cannot exclude classes.
+        """
         parts = [part.excluding(ids) for part in self.parts]
         return None if any(part is None for part in parts) else UnionSampler(*parts)

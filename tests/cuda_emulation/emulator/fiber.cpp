@@ -1,4 +1,5 @@
-// Compiled without sanitizers: the code that changes stacks says itself what AddressSanitizer must know.
+// Compiled without sanitizers: the code that switches stacks tells AddressSanitizer about it
+// explicitly.
 
 #include "fiber.h"
 
@@ -12,14 +13,16 @@
 #endif
 
 extern "C" {
-// There when the process runs with AddressSanitizer.
-__attribute__((weak)) void __sanitizer_start_switch_fiber(void** fake_stack, const void* bottom, size_t size);
-__attribute__((weak)) void __sanitizer_finish_switch_fiber(void* fake_stack, const void** bottom, size_t* size);
+// Defined if the process runs with AddressSanitizer.
+__attribute__((weak)) void __sanitizer_start_switch_fiber(void** fake_stack, const void* bottom,
+                                                          size_t size);
+__attribute__((weak)) void __sanitizer_finish_switch_fiber(void* fake_stack, const void** bottom,
+                                                           size_t* size);
 void emulator_switch(void** save, void* to);
 }
 
-// A switch is most of what a warp intrinsic costs here. swapcontext asks the kernel for the signal mask each time, which takes ten times
-// as long as storing the registers that a call must keep.
+// Most of the cost of a warp intrinsic here is the switch. swapcontext asks the kernel for the
+// signal mask each time, which takes ten times as long as storing the callee-saved registers.
 #ifdef __x86_64__
 asm(R"(
 .text
@@ -72,15 +75,17 @@ void after_switch(void* fake_stack, const void** bottom, size_t* size) {
 } // namespace
 
 Fiber::Fiber(void (*function)()) : function_(function) {
-  // A page that nobody may touch ends the stack. Memory is taken when it is used.
-  void* memory = mmap(nullptr, kPage + kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  // An inaccessible page ends the stack. Memory is allocated when it is first used.
+  void* memory = mmap(nullptr, kPage + kStack, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED || mprotect(memory, kPage, PROT_NONE) != 0) {
     throw std::bad_alloc();
   }
   stack_ = static_cast<unsigned char*>(memory) + kPage;
 #ifdef __x86_64__
-  // What emulator_switch finds on a stack: six registers and the address to return to. Above it a stack stands as after a call.
-  // Stacks begin at different offsets in their pages, or all would compete for the same lines of the cache.
+  // The stack contents that emulator_switch expects: six registers and the return address, aligned
+  // as after a call. Stacks begin at different offsets in their pages; otherwise they would all
+  // compete for the same cache lines.
   constexpr int kRegisters = 6;
   static unsigned made = 0;
   void** top = reinterpret_cast<void**>(stack_ + kStack - made++ % 16 * 192) - (kRegisters + 2);
@@ -105,7 +110,9 @@ void Fiber::enter() {
   __builtin_unreachable();
 }
 
-std::pair<uintptr_t, uintptr_t> Fiber::stack() const { return {uintptr_t(stack_), uintptr_t(stack_) + kStack}; }
+std::pair<uintptr_t, uintptr_t> Fiber::stack() const {
+  return {uintptr_t(stack_), uintptr_t(stack_) + kStack};
+}
 
 void Fiber::resume() {
   entering = this;

@@ -1,6 +1,6 @@
 #pragma once
 
-// A function with a stack of its own, which runs until it suspends itself and is resumed where it left off.
+// A function with its own stack, which runs until it suspends itself and resumes where it left off.
 
 #include <cstddef>
 #include <cstdint>
@@ -10,22 +10,25 @@ namespace emulator {
 
 class Fiber {
  public:
-  explicit Fiber(void (*function)()); ///< runs when first resumed, and must not return: fibers are kept for the next block
+  /// `function` starts when the fiber is first resumed. It must not return, because fibers are
+  /// reused for the next block.
+  explicit Fiber(void (*function)());
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  void resume();  ///< called by whoever drives the fibers: returns when the fiber suspends itself
+  /// Called by the scheduler; returns when the fiber suspends itself.
+  void resume();
   void suspend(); ///< called by the fiber
-  std::pair<uintptr_t, uintptr_t> stack() const; ///< from and to
+  std::pair<uintptr_t, uintptr_t> stack() const; ///< begin and end address
 
  private:
   static void enter();
 
   void (*function_)();
   unsigned char* stack_;
-  void* own_ = nullptr;    // where it goes on
-  void* driver_ = nullptr; // where the driver goes on
-  // What AddressSanitizer wants to know of stacks.
+  void* own_ = nullptr; // where the fiber resumes
+  void* driver_ = nullptr; // where the scheduler resumes
+  // Stack information for AddressSanitizer.
   void* fake_stack_ = nullptr;
   const void* driver_stack_ = nullptr;
   size_t driver_stack_size_ = 0;

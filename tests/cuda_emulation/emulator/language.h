@@ -1,7 +1,7 @@
 #pragma once
 
-// The words of CUDA C++ that kernels use, for a C++ compiler. Precompiled, and included before every translated source (translate.py).
-// What is missing fails to compile: add it here.
+// The parts of CUDA C++ that kernels use, for a C++ compiler. Precompiled, and included before
+// every translated source (translate.py). A missing part fails to compile: add it here.
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
@@ -19,7 +19,7 @@
 
 #include "machine.h"
 
-#define __CUDACC__ 1 // only from here on: the headers above are those of the CPU build of torch
+#define __CUDACC__ 1 // only below: the headers above belong to a CPU build of torch
 #define __global__
 #define __device__
 #define __host__
@@ -38,40 +38,54 @@ constexpr int warpSize = 32;
 
 #undef CUDA_KERNEL_ASSERT
 #undef CUDA_KERNEL_ASSERT_MSG
-#define CUDA_KERNEL_ASSERT(condition) \
-  ((condition) ? void() : ::emulator::undefined(::emulator::Where::current(), "device-side assert: `" #condition "` does not hold"))
+#define CUDA_KERNEL_ASSERT(condition)                                \
+  ((condition) ? void()                                              \
+               : ::emulator::undefined(::emulator::Where::current(), \
+                                       "device-side assert: `" #condition "` does not hold"))
 #define CUDA_KERNEL_ASSERT_MSG(condition, message) CUDA_KERNEL_ASSERT((condition) && message)
 
-// ------------------------------------------------------------------------------------------------------------ barriers and warps
+// -------------------------------------------------------------------------------------------------
+// barriers and warps
 
 #define XS_WHERE const ::emulator::Where& where = ::emulator::Where::current()
 
 inline void __syncthreads(XS_WHERE) { ::emulator::barrier("__syncthreads", false, where); }
-inline int __syncthreads_count(int predicate, XS_WHERE) { return ::emulator::barrier("__syncthreads_count", predicate != 0, where); }
-inline int __syncthreads_or(int predicate, XS_WHERE) { return ::emulator::barrier("__syncthreads_or", predicate != 0, where) > 0; }
-inline int __syncthreads_and(int predicate, XS_WHERE) { return ::emulator::barrier("__syncthreads_and", predicate == 0, where) == 0; }
+inline int __syncthreads_count(int predicate, XS_WHERE) {
+  return ::emulator::barrier("__syncthreads_count", predicate != 0, where);
+}
+inline int __syncthreads_or(int predicate, XS_WHERE) {
+  return ::emulator::barrier("__syncthreads_or", predicate != 0, where) > 0;
+}
+inline int __syncthreads_and(int predicate, XS_WHERE) {
+  return ::emulator::barrier("__syncthreads_and", predicate == 0, where) == 0;
+}
 
 namespace emulator {
 
 inline Bits nothing(const WarpCall&, const Bits*) { return {}; }
 
-/// A shuffle. From is a function of (call, first lane of the group, place in the group) that returns the lane to read.
+/// A shuffle. From is a function of (call, first lane of the group, position in the group) that
+/// returns the lane to read.
 template <typename From, typename T>
-T shuffle(const char* name, unsigned mask, const T& value, int argument, int width, const Where& where) {
+T shuffle(const char* name, unsigned mask, const T& value, int argument, int width,
+          const Where& where) {
   const WarpCall mine{name, where, mask, 0, to_bits(value), argument, width};
   return from_bits<T>(warp(mine, [](const WarpCall& call, const Bits* values) {
     const int group = int(call.lane) / call.width * call.width;
     const int from = From{}(call, group, int(call.lane) - group);
     if ((call.mask >> from & 1) == 0) {
       undefined(call.where,
-                std::string(call.name) + ": lane " + std::to_string(call.lane) + " reads lane " + std::to_string(from) + ", which is not in the mask,");
+                std::string(call.name) + ": lane " + std::to_string(call.lane) + " reads lane " +
+                    std::to_string(from) + ", which is not in the mask,");
     }
     return values[from];
   }));
 }
 
 struct FromLane {
-  int operator()(const WarpCall& call, int group, int) const { return group + (call.argument & (call.width - 1)); }
+  int operator()(const WarpCall& call, int group, int) const {
+    return group + (call.argument & (call.width - 1));
+  }
 };
 struct FromXor {
   int operator()(const WarpCall& call, int group, int) const {
@@ -80,13 +94,18 @@ struct FromXor {
   }
 };
 struct FromBelow {
-  int operator()(const WarpCall& call, int, int place) const { return int(call.lane) - (place >= call.argument ? call.argument : 0); }
+  int operator()(const WarpCall& call, int, int place) const {
+    return int(call.lane) - (place >= call.argument ? call.argument : 0);
+  }
 };
 struct FromAbove {
-  int operator()(const WarpCall& call, int, int place) const { return int(call.lane) + (place + call.argument < call.width ? call.argument : 0); }
+  int operator()(const WarpCall& call, int, int place) const {
+    return int(call.lane) + (place + call.argument < call.width ? call.argument : 0);
+  }
 };
 
-/// What all lanes of the mask bring, joined: Join is a function of (result so far, lane, this lane's value, another lane's value).
+/// Combines the values of all lanes of the mask. Join is a function of (result so far, lane, this
+/// lane's value, another lane's value).
 template <typename Join, typename T>
 uint64_t vote(const char* name, unsigned mask, const T& value, const Where& where) {
   const WarpCall mine{name, where, mask, 0, to_bits(value), 0, 32};
@@ -95,7 +114,8 @@ uint64_t vote(const char* name, unsigned mask, const T& value, const Where& wher
                 uint64_t result = Join::start;
                 for (unsigned lane = 0; lane < 32; ++lane) {
                   if ((call.mask >> lane & 1) != 0) {
-                    result = Join{}(result, lane, from_bits<T>(call.value), from_bits<T>(values[lane]));
+                    result =
+                        Join{}(result, lane, from_bits<T>(call.value), from_bits<T>(values[lane]));
                   }
                 }
                 return Bits{{result, 0}};
@@ -112,7 +132,9 @@ struct Equal {
 };
 struct Holds {
   static constexpr uint64_t start = 0;
-  uint64_t operator()(uint64_t result, unsigned lane, bool, bool other) const { return result | uint64_t(other) << lane; }
+  uint64_t operator()(uint64_t result, unsigned lane, bool, bool other) const {
+    return result | uint64_t(other) << lane;
+  }
 };
 struct Sum {
   static constexpr uint64_t start = 0;
@@ -125,41 +147,53 @@ struct Least {
   static constexpr uint64_t start = ~uint64_t(0);
   template <typename T>
   uint64_t operator()(uint64_t result, unsigned, T, T other) const {
-    return result == start ? uint64_t(uint32_t(other)) : uint64_t(uint32_t(std::min(T(result), other)));
+    return result == start ? uint64_t(uint32_t(other))
+                           : uint64_t(uint32_t(std::min(T(result), other)));
   }
 };
 struct Greatest {
   static constexpr uint64_t start = ~uint64_t(0);
   template <typename T>
   uint64_t operator()(uint64_t result, unsigned, T, T other) const {
-    return result == start ? uint64_t(uint32_t(other)) : uint64_t(uint32_t(std::max(T(result), other)));
+    return result == start ? uint64_t(uint32_t(other))
+                           : uint64_t(uint32_t(std::max(T(result), other)));
   }
 };
 
 } // namespace emulator
 
-inline void __syncwarp(unsigned mask = ~0u, XS_WHERE) { ::emulator::warp({"__syncwarp", where, mask, 0, {}, 0, 32}, ::emulator::nothing); }
+inline void __syncwarp(unsigned mask = ~0u, XS_WHERE) {
+  ::emulator::warp({"__syncwarp", where, mask, 0, {}, 0, 32}, ::emulator::nothing);
+}
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int lane, int width = 32, XS_WHERE) {
   return ::emulator::shuffle<::emulator::FromLane>("__shfl_sync", mask, value, lane, width, where);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, XS_WHERE) {
-  return ::emulator::shuffle<::emulator::FromXor>("__shfl_xor_sync", mask, value, lanes, width, where);
+  return ::emulator::shuffle<::emulator::FromXor>("__shfl_xor_sync", mask, value, lanes, width,
+                                                  where);
 }
 template <typename T>
 T __shfl_up_sync(unsigned mask, T value, unsigned lanes, int width = 32, XS_WHERE) {
-  return ::emulator::shuffle<::emulator::FromBelow>("__shfl_up_sync", mask, value, int(lanes), width, where);
+  return ::emulator::shuffle<::emulator::FromBelow>("__shfl_up_sync", mask, value, int(lanes),
+                                                    width, where);
 }
 template <typename T>
 T __shfl_down_sync(unsigned mask, T value, unsigned lanes, int width = 32, XS_WHERE) {
-  return ::emulator::shuffle<::emulator::FromAbove>("__shfl_down_sync", mask, value, int(lanes), width, where);
+  return ::emulator::shuffle<::emulator::FromAbove>("__shfl_down_sync", mask, value, int(lanes),
+                                                    width, where);
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate, XS_WHERE) {
-  return unsigned(::emulator::vote<::emulator::Holds>("__ballot_sync", mask, predicate != 0, where));
+  return unsigned(
+      ::emulator::vote<::emulator::Holds>("__ballot_sync", mask, predicate != 0, where));
 }
-inline int __any_sync(unsigned mask, int predicate, XS_WHERE) { return ::emulator::vote<::emulator::Holds>("__any_sync", mask, predicate != 0, where) != 0; }
-inline int __all_sync(unsigned mask, int predicate, XS_WHERE) { return ::emulator::vote<::emulator::Holds>("__all_sync", mask, predicate != 0, where) == mask; }
+inline int __any_sync(unsigned mask, int predicate, XS_WHERE) {
+  return ::emulator::vote<::emulator::Holds>("__any_sync", mask, predicate != 0, where) != 0;
+}
+inline int __all_sync(unsigned mask, int predicate, XS_WHERE) {
+  return ::emulator::vote<::emulator::Holds>("__all_sync", mask, predicate != 0, where) == mask;
+}
 template <typename T>
 unsigned __match_any_sync(unsigned mask, T value, XS_WHERE) {
   return unsigned(::emulator::vote<::emulator::Equal>("__match_any_sync", mask, value, where));
@@ -176,9 +210,10 @@ template <typename T>
 T __reduce_max_sync(unsigned mask, T value, XS_WHERE) {
   return T(::emulator::vote<::emulator::Greatest>("__reduce_max_sync", mask, value, where));
 }
-inline unsigned __activemask() = delete; // which lanes run together is nobody's to know
+inline unsigned __activemask() = delete; // undefined which lanes run together
 
-// ----------------------------------------------------------------------------------------------------------------------- memory
+// -------------------------------------------------------------------------------------------------
+// memory
 
 template <typename T> T __ldg(const T* from) { return *from; }
 template <typename T> T __ldcs(const T* from) { return *from; }
@@ -193,7 +228,7 @@ inline void __threadfence() {}
 inline void __threadfence_system() {}
 inline void __threadfence_block() {}
 
-// No two threads run at once, so that a plain change is an atomic one.
+// No two threads run at the same time, so plain updates are atomic.
 template <typename T, typename Function>
 T change(T* at, Function&& next) {
   const T old = *at;
@@ -224,11 +259,13 @@ template <typename T> T atomicXor(T* at, std::type_identity_t<T> x) {
 template <typename T> T atomicExch(T* at, std::type_identity_t<T> x) {
   return change(at, [=](T) { return x; });
 }
-template <typename T> T atomicCAS(T* at, std::type_identity_t<T> expected, std::type_identity_t<T> x) {
+template <typename T> T atomicCAS(T* at, std::type_identity_t<T> expected,
+                                  std::type_identity_t<T> x) {
   return change(at, [=](T old) { return old == expected ? x : old; });
 }
 
-// --------------------------------------------------------------------------------------------------------------------- arithmetic
+// -------------------------------------------------------------------------------------------------
+// arithmetic
 
 using std::max;
 using std::min;
@@ -237,7 +274,9 @@ inline int __popcll(unsigned long long x) { return std::popcount(x); }
 inline int __clz(int x) { return std::countl_zero(unsigned(x)); }
 inline int __clzll(long long x) { return std::countl_zero(static_cast<unsigned long long>(x)); }
 inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(unsigned(x)) + 1; }
-inline int __ffsll(long long x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsigned long long>(x)) + 1; }
+inline int __ffsll(long long x) {
+  return x == 0 ? 0 : std::countr_zero(static_cast<unsigned long long>(x)) + 1;
+}
 inline int __dp4a(int a, int b, int sum) {
   for (int i = 0; i < 32; i += 8) {
     sum += int(int8_t(a >> i)) * int(int8_t(b >> i));
@@ -289,22 +328,31 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) longlong2 { long long x, y; };
 struct alignas(16) ulonglong2 { unsigned long long x, y; };
 
-// ------------------------------------------------------------------------------------------------------------------------- host
+// -------------------------------------------------------------------------------------------------
+// host
 
-// What the host asks of the runtime beside launches. Work is done when a call returns, so that streams and events have nothing to do.
+// Runtime calls of the host other than launches. Work is done when a call returns, so streams and
+// events have nothing to do.
 using cudaError_t = int;
 constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1;
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaFuncAttributePreferredSharedMemoryCarveout
+};
 
-/// A launch has 48 KB of shared memory, what the kernel declares included, or else the dynamic bytes that this call allows to the kernel: the one that
-/// is launched by the same text in the same file. The text of the arguments begins with it.
+/// A launch has at most 48 KB of shared memory, including variables that the kernel declares. This
+/// call allows a kernel more dynamic bytes. The kernel is identified by its file and its text in
+/// the launch; `text` begins with the latter.
 template <typename Kernel>
-cudaError_t set_emulated_attribute(const ::emulator::Where& where, std::string_view text, Kernel*, cudaFuncAttribute attribute, int value) {
-  return attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || ::emulator::allow_shared(where, text.substr(0, text.rfind(", cudaFuncAttribute")), value)
+cudaError_t set_emulated_attribute(const ::emulator::Where& where, std::string_view text, Kernel*,
+                                   cudaFuncAttribute attribute, int value) {
+  return attribute != cudaFuncAttributeMaxDynamicSharedMemorySize ||
+          ::emulator::allow_shared(where, text.substr(0, text.rfind(", cudaFuncAttribute")), value)
       ? cudaSuccess
       : cudaErrorInvalidValue;
 }
-#define cudaFuncSetAttribute(...) set_emulated_attribute(::emulator::Where::current(), #__VA_ARGS__, __VA_ARGS__)
+#define cudaFuncSetAttribute(...) \
+  set_emulated_attribute(::emulator::Where::current(), #__VA_ARGS__, __VA_ARGS__)
 template <typename Stream>
 cudaError_t cudaMemsetAsync(void* to, int value, size_t size, const Stream&) {
   std::memset(to, value, size);
@@ -312,13 +360,15 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t size, const Stream&) {
 }
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
 template <typename Stream>
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, const Stream&) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind,
+                            const Stream&) {
   std::memmove(to, from, size);
   return cudaSuccess;
 }
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerMultiprocessor };
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-/// A small device, so that grids cut to its size stride, with the shared memory of 9.0.
+/// A small device with the shared memory of compute capability 9.0, so that grids limited to its
+/// size use their stride loop.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   return *value = attribute == cudaDevAttrMultiProcessorCount ? 4 : 228 * 1024, cudaSuccess;
 }

@@ -24,11 +24,11 @@ namespace {
 
 constexpr unsigned kWarp = 32, kMaxThreads = 1024;
 constexpr size_t kMaxStaticShared = 48 * 1024, kMaxShared = 227 * 1024;
-constexpr uint64_t kMaxBlocks = uint64_t(1) << 24; // more would take hours here
+constexpr uint64_t kMaxBlocks = uint64_t(1) << 24; // more would take hours on the emulator
 
 /// Thrown in device code, and caught where the thread began.
 struct Undefined { std::string message; };
-/// Thrown where a thread waits when another one of its block has failed, so that nothing is left on its stack.
+/// Thrown in waiting threads when another thread of the block has failed, to unwind their stacks.
 struct Abandoned {};
 
 enum class State { Ended, Ready, AtBarrier, InWarp };
@@ -36,9 +36,9 @@ enum class State { Ended, Ready, AtBarrier, InWarp };
 struct Thread {
   std::unique_ptr<Fiber> fiber;
   uint3 index;
-  unsigned rank = 0; // in the order of the block
+  unsigned rank = 0; // position in the order of the block
   State state = State::Ended;
-  const char* barrier = ""; // where it waits
+  const char* barrier = ""; // the barrier it waits at
   bool predicate = false;
   WarpCall call;
   Bits result;
@@ -65,13 +65,13 @@ class Ready {
   uint64_t words_[kMaxThreads / 64] = {};
 };
 
-/// What is known of a kernel when tests have run.
+/// Statistics of a kernel.
 struct Counts {
   int64_t launches = 0, blocks = 0, threads = 0;
-  Traffic traffic; // where bytes are counted
+  Traffic traffic; // if bytes are counted
 };
 
-// One block runs at a time, whatever threads of the host launch.
+// Only one block runs at a time, even if several host threads launch.
 std::mutex machine;
 Order order;
 SharedMemory shared_memory;
@@ -82,30 +82,39 @@ struct Warp { unsigned alive = 0, waiting = 0; } warps[kMaxThreads / kWarp];
 Ready ready;
 Thread* running = nullptr;
 const std::function<void()>* body = nullptr;
-std::string failure; // the first of the launch
+std::string failure; // the first failure of the launch
 std::map<std::string, Counts> counts;
-unsigned most_blocks = 0; // 0: as launched
-std::map<std::string, size_t> most_dynamic; // of the kernels whose limit the host has changed
-size_t dynamic_bytes = 0, most_bytes = 0;   // of shared memory, of the launch: what is asked for, and what there may be with what the kernel declares
+unsigned max_blocks = 0; // 0: as launched
+std::map<std::string, size_t> most_dynamic; // for kernels whose limit the host has changed
+// Shared memory of the launch: requested bytes, and the limit including variables that the kernel
+// declares.
+size_t dynamic_bytes = 0, most_bytes = 0;
 bool counts_bytes = false;
 TrafficCounter traffic;
 
-std::string text(const Where& where) { return std::string(where.file_name()) + ":" + std::to_string(where.line()); }
-std::string text(unsigned x, unsigned y, unsigned z) { return "(" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + ")"; }
-/// What tells a kernel from others: its file, and its text without spaces.
+std::string text(const Where& where) {
+  return std::string(where.file_name()) + ":" + std::to_string(where.line());
+}
+std::string text(unsigned x, unsigned y, unsigned z) {
+  return "(" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + ")";
+}
+/// Returns the identity of a kernel: its file, and its text without spaces.
 std::string in_file(const Where& where, std::string_view kernel) {
   std::string result = std::string(where.file_name()) + ":";
-  std::copy_if(kernel.begin(), kernel.end(), std::back_inserter(result), [](char c) { return c != ' ' && c != '\n'; });
+  std::copy_if(kernel.begin(), kernel.end(), std::back_inserter(result),
+               [](char c) { return c != ' ' && c != '\n'; });
   return result;
 }
 bool same(const Where& a, const Where& b) {
-  return a.line() == b.line() && a.column() == b.column() && (a.file_name() == b.file_name() || std::strcmp(a.file_name(), b.file_name()) == 0);
+  return a.line() == b.line() && a.column() == b.column() &&
+      (a.file_name() == b.file_name() || std::strcmp(a.file_name(), b.file_name()) == 0);
 }
 
 void fail(const std::string& what) {
   if (failure.empty()) {
     const uint3 b = built_in.block, t = running == nullptr ? uint3{} : running->index;
-    failure = what + "; block " + text(b.x, b.y, b.z) + (running == nullptr ? "" : ", thread " + text(t.x, t.y, t.z));
+    failure = what + "; block " + text(b.x, b.y, b.z) +
+        (running == nullptr ? "" : ", thread " + text(t.x, t.y, t.z));
   }
 }
 
@@ -114,7 +123,7 @@ void make_ready(Thread& thread) {
   ready.add(thread.rank);
 }
 
-// What every fiber runs: its thread of each block.
+// Runs in every fiber: the fiber's thread of each block.
 void fiber_function() {
   for (;;) {
     Thread& self = *running;
@@ -155,13 +164,14 @@ void wait() {
   }
 }
 
-// Why threads that have not ended cannot go on.
+// Describes why threads that have not ended cannot continue.
 std::string who_waits() {
   std::map<std::string, int> places;
   for (unsigned i = 0; i < block_size; ++i) {
     const Thread& thread = threads[i];
     if (thread.state != State::Ended) {
-      ++places[(thread.state == State::AtBarrier ? thread.barrier : thread.call.name) + (" at " + text(thread.call.where))];
+      ++places[(thread.state == State::AtBarrier ? thread.barrier : thread.call.name) +
+               (" at " + text(thread.call.where))];
     }
   }
   std::string result = "threads wait for others that never come";
@@ -178,7 +188,8 @@ void run_block() {
   at_barrier = 0;
   unfinished = block_size;
   for (unsigned first = 0; first < block_size; first += kWarp) {
-    warps[first / kWarp] = {block_size - first >= kWarp ? ~0u : (1u << (block_size - first)) - 1, 0};
+    warps[first / kWarp] = {block_size - first >= kWarp ? ~0u : (1u << (block_size - first)) - 1,
+                            0};
   }
   const std::vector<uint32_t> sequence = order.threads(block_size);
   const dim3 size = built_in.block_dim;
@@ -211,12 +222,16 @@ void run_block() {
 
 } // namespace
 
-void undefined(const Where& where, const std::string& what) { throw Undefined{what + " at " + text(where)}; }
+void undefined(const Where& where, const std::string& what) {
+  throw Undefined{what + " at " + text(where)};
+}
 
 int barrier(const char* name, bool predicate, const Where& where) {
   Thread& self = *running;
   if (unfinished < block_size) {
-    undefined(where, std::string(name) + " after " + std::to_string(block_size - unfinished) + " threads of the block have ended");
+    undefined(where,
+              std::string(name) + " after " + std::to_string(block_size - unfinished) +
+                  " threads of the block have ended");
   }
   self.barrier = name;
   self.call.where = where;
@@ -228,14 +243,14 @@ int barrier(const char* name, bool predicate, const Where& where) {
     for (unsigned i = 0; i < block_size; ++i) {
       count += threads[i].predicate;
       if (!same(threads[i].call.where, where)) {
-        undefined(
-            where,
-            std::string(name) + " for some threads of the block, while others are in " + threads[i].barrier + " at " + text(threads[i].call.where) + ", and");
+        undefined(where,
+                  std::string(name) + " for some threads of the block, while others are in " +
+                      threads[i].barrier + " at " + text(threads[i].call.where) + ", and");
       }
     }
     for (unsigned i = 0; i < block_size; ++i) {
       threads[i].result.word[0] = count;
-      make_ready(threads[i]); // who came last need not go on first
+      make_ready(threads[i]); // the last to arrive need not continue first
     }
   }
   wait();
@@ -244,22 +259,30 @@ int barrier(const char* name, bool predicate, const Where& where) {
 
 Bits warp(WarpCall call, Combine combine) {
   Thread& self = *running;
-  const unsigned index = unsigned(&self - threads.data()), first = index / kWarp * kWarp, mask = call.mask;
+  const unsigned index = unsigned(&self - threads.data()), first = index / kWarp * kWarp,
+                 mask = call.mask;
   Warp& warp = warps[index / kWarp];
   Thread* lanes = &threads[first];
   call.lane = index - first;
   const auto lane_of_the_mask = [&](unsigned lane, const std::string& what) {
-    undefined(call.where, std::string(call.name) + ": lane " + std::to_string(lane) + " of the mask " + what + ",");
+    undefined(
+        call.where,
+        std::string(call.name) + ": lane " + std::to_string(lane) + " of the mask " + what + ",");
   };
   if ((mask >> call.lane & 1) == 0) {
-    undefined(call.where, std::string(call.name) + ": the mask leaves out its caller, lane " + std::to_string(call.lane) + ",");
+    undefined(call.where,
+              std::string(call.name) + ": the mask leaves out its caller, lane " +
+                  std::to_string(call.lane) + ",");
   }
   if (call.width < 1 || call.width > int(kWarp) || !std::has_single_bit(unsigned(call.width))) {
-    undefined(call.where, std::string(call.name) + ": expected a power of two up to 32 as width, got " + std::to_string(call.width) + ",");
+    undefined(call.where,
+              std::string(call.name) + ": expected a power of two up to 32 as width, got " +
+                  std::to_string(call.width) + ",");
   }
   if (const unsigned gone = mask & ~warp.alive; gone != 0) {
     const unsigned lane = unsigned(std::countr_zero(gone));
-    lane_of_the_mask(lane, first + lane < block_size ? "has ended" : "is beyond the end of the block");
+    lane_of_the_mask(lane,
+                     first + lane < block_size ? "has ended" : "is beyond the end of the block");
   }
   self.call = call;
   self.state = State::InWarp;
@@ -272,10 +295,12 @@ Bits warp(WarpCall call, Combine combine) {
       continue;
     }
     if ((other.mask >> call.lane & 1) != 0) {
-      lane_of_the_mask(
-          i, std::string("is in ") + other.name + " at " + text(other.where) + " with mask " + std::to_string(other.mask) + ", not " + std::to_string(mask));
+      lane_of_the_mask(i,
+                       std::string("is in ") + other.name + " at " + text(other.where) +
+                           " with mask " + std::to_string(other.mask) + ", not " +
+                           std::to_string(mask));
     }
-    all_here = false; // it is behind, in a call for others, and may still come
+    all_here = false; // that lane is in an earlier call for other lanes, and may still arrive
   }
   if (all_here) {
     Bits values[kWarp];
@@ -298,7 +323,8 @@ void* shared_variable(const void* key, const char* names, size_t size, size_t al
   void* memory = shared_memory.variable(key, names, size, alignment);
   const size_t bytes = shared_memory.bytes();
   if (bytes > most_bytes || bytes - dynamic_bytes > kMaxStaticShared) {
-    throw Undefined{"the block has " + std::to_string(bytes) + " bytes of shared memory, " + std::to_string(dynamic_bytes) + " of them dynamic, more than " +
+    throw Undefined{"the block has " + std::to_string(bytes) + " bytes of shared memory, " +
+                    std::to_string(dynamic_bytes) + " of them dynamic, more than " +
                     std::to_string(bytes > most_bytes ? most_bytes : kMaxStaticShared)};
   }
   return memory;
@@ -326,17 +352,20 @@ void Launch::run(const std::function<void()>& thread) const {
   const std::lock_guard lock(machine);
   const auto count = uint64_t(block.x) * block.y * block.z;
   const auto allowed = most_dynamic.find(in_file(where, kernel));
-  TORCH_CHECK(count > 0 && count <= kMaxThreads && block.x <= kMaxThreads && block.y <= kMaxThreads && block.z <= 64 && grid.x > 0 && grid.x <= 0x7FFFFFFFu &&
+  TORCH_CHECK(count > 0 && count <= kMaxThreads && block.x <= kMaxThreads &&
+                  block.y <= kMaxThreads && block.z <= 64 && grid.x > 0 && grid.x <= 0x7FFFFFFFu &&
                   grid.y > 0 && grid.y <= 65535 && grid.z > 0 && grid.z <= 65535 &&
                   shared <= (allowed == most_dynamic.end() ? kMaxStaticShared : allowed->second),
-              "CUDA error: invalid configuration argument: ", kernel, " at ", text(where), ", grid ", text(grid.x, grid.y, grid.z), ", block ",
-              text(block.x, block.y, block.z), ", ", shared, " bytes of shared memory");
+              "CUDA error: invalid configuration argument: ", kernel, " at ", text(where),
+              ", grid ", text(grid.x, grid.y, grid.z), ", block ", text(block.x, block.y, block.z),
+              ", ", shared, " bytes of shared memory");
   dim3 blocks = grid;
-  if (most_blocks > 0) {
-    blocks.x = std::min(blocks.x, most_blocks);
+  if (max_blocks > 0) {
+    blocks.x = std::min(blocks.x, max_blocks);
   }
   const uint64_t total = uint64_t(blocks.x) * blocks.y * blocks.z;
-  TORCH_CHECK(total <= kMaxBlocks, kernel, " at ", text(where), ": expected at most ", kMaxBlocks, " blocks to emulate, got ", total);
+  TORCH_CHECK(total <= kMaxBlocks, kernel, " at ", text(where), ": expected at most ", kMaxBlocks,
+              " blocks to emulate, got ", total);
   body = &thread;
   block_size = unsigned(count);
   dynamic_bytes = shared;
@@ -359,7 +388,8 @@ void Launch::run(const std::function<void()>& thread) const {
   known.blocks += int64_t(total);
   known.threads += int64_t(total * count);
   known.traffic += counts_bytes ? traffic.found() : Traffic();
-  TORCH_CHECK(failure.empty(), "CUDA error: ", kernel, ", launched at ", text(where), ": ", failure);
+  TORCH_CHECK(failure.empty(), "CUDA error: ", kernel, ", launched at ", text(where), ": ",
+              failure);
 }
 
 namespace {
@@ -369,10 +399,11 @@ void set_order(const std::string& name) {
   order.set(name);
 }
 
-void set_most_blocks(int64_t count) {
-  TORCH_CHECK_VALUE(count >= 0 && count < (int64_t(1) << 31), "XSOFTMAX_EMULATE_BLOCKS: expected 0 or more, got ", count);
+void set_max_blocks(int64_t count) {
+  TORCH_CHECK_VALUE(count >= 0 && count < (int64_t(1) << 31),
+                    "XSOFTMAX_EMULATE_BLOCKS: expected 0 or more, got ", count);
   const std::lock_guard lock(machine);
-  most_blocks = unsigned(count);
+  max_blocks = unsigned(count);
 }
 
 void count_bytes(bool count) {
@@ -391,7 +422,8 @@ c10::Dict<std::string, c10::List<int64_t>> launched() {
   for (const auto& [name, known] : counts) {
     const auto& [asked, per_block, per_launch] = known.traffic;
     result.insert(name,
-                  c10::List<int64_t>({known.launches, known.blocks, known.threads, asked.read, asked.written, per_block.read, per_block.written,
+                  c10::List<int64_t>({known.launches, known.blocks, known.threads, asked.read,
+                                      asked.written, per_block.read, per_block.written,
                                       per_launch.read, per_launch.written}));
   }
   return result;
@@ -399,10 +431,11 @@ c10::Dict<std::string, c10::List<int64_t>> launched() {
 
 TORCH_LIBRARY(cuda_emulator, m) {
   m.def("set_order(str order) -> ()", set_order);
-  m.def("set_most_blocks(int count) -> ()", set_most_blocks);
-  m.def("count_bytes(bool count) -> ()", count_bytes); // off until then: it takes time
-  m.def("forget() -> ()", forget);                     // what was launched before
-  // By kernel: launches, blocks, threads; bytes read and written, three times: asked for, per block, per launch (Traffic).
+  m.def("set_max_blocks(int count) -> ()", set_max_blocks);
+  m.def("count_bytes(bool count) -> ()", count_bytes); // off by default, because it is slow
+  m.def("forget() -> ()", forget); // forgets earlier launches
+  // Per kernel: launches, blocks, threads, and bytes read and written, three times: as requested,
+  // per block, per launch (Traffic).
   m.def("launched() -> Dict(str, int[])", launched);
 }
 

@@ -1,11 +1,13 @@
 #pragma once
 
-// The emulated device, for language.h, which gives it the words of CUDA C++.
+// The emulated device; language.h defines CUDA C++ in terms of it.
 //
-// The threads of a block are fibers of one thread of the host. One runs until it comes to a barrier or a warp intrinsic, or ends; of those
-// that can go on, the first in the order goes next (order.h). Blocks run one after another, in the same kind of order. What a device leaves undefined throws,
-// and the launch fails with its message. In two things the emulator is stricter than CUDA: all threads of a block must come to the same __syncthreads, and all
-// lanes of a mask to the same place, none of them ended. Kernels that mean anything else say so in a mask.
+// The threads of a block are fibers of one host thread. A fiber runs until it reaches a barrier or
+// a warp intrinsic, or ends; then the first one in the order (order.h) that can continue runs.
+// Blocks run one after another, in the same kind of order. Behaviour that a device leaves undefined
+// throws, and the launch fails with the message. The emulator is stricter than CUDA in two ways:
+// all threads of a block must reach the same __syncthreads, and all lanes of a mask must reach the
+// same place without having ended. Kernels that mean anything else say so in a mask.
 
 #include <cstddef>
 #include <cstdint>
@@ -26,20 +28,20 @@ namespace emulator {
 
 using Where = std::source_location;
 
-/// What the running thread reads as threadIdx and so on.
+/// The values of threadIdx and so on for the running thread.
 struct BuiltIn {
   uint3 thread, block;
   dim3 block_dim, grid_dim;
 };
 extern BuiltIn built_in;
 
-/// The running thread did what the device leaves undefined: throws.
+/// Reports behaviour that the device leaves undefined: throws.
 [[noreturn]] void undefined(const Where& where, const std::string& what);
 
-/// Waits for all threads of the block; returns for how many of them `predicate` holds.
+/// Waits for all threads of the block; returns the number of threads whose `predicate` is true.
 int barrier(const char* name, bool predicate, const Where& where);
 
-/// A value that lanes exchange: 16 bytes hold every type that CUDA shuffles.
+/// A value that lanes exchange: 16 bytes, enough for every type that CUDA shuffles.
 struct Bits { uint64_t word[2] = {}; };
 template <typename T>
 Bits to_bits(const T& value) {
@@ -61,23 +63,27 @@ struct WarpCall {
   Where where;
   unsigned mask = 0;
   unsigned lane = 0;
-  Bits value;       ///< what this lane brings
+  Bits value;       ///< the value of this lane
   int argument = 0; ///< the lane or distance of a shuffle
   int width = 32;
 };
-/// What a lane gets, from what all lanes brought (those outside of the mask: nothing).
+/// Computes the result of a lane from the values of all lanes. Values of lanes outside the mask are
+/// unset.
 using Combine = Bits (*)(const WarpCall& call, const Bits* values);
-/// Waits for the lanes of call.mask.
+/// Waits for the lanes of call.mask and returns combine(call, values of all lanes).
 Bits warp(WarpCall call, Combine combine);
 
-/// A block's variable, found by `key`, or made when its first thread comes to it: garbage, with guards on both sides.
+/// Returns the block's variable with this `key`. Creates it when the first thread asks for it,
+/// filled with garbage and with guards on both sides.
 void* shared_variable(const void* key, const char* names, size_t size, size_t alignment);
-/// The bytes that the launch asks for, aligned as on the device. An error where it asks for none.
+/// Returns the dynamic shared memory of the launch, aligned as on the device. An error if the
+/// launch has none.
 void* dynamic_shared(const Where& where = Where::current());
 
-/// From now on launches of this kernel, in this file, may ask for so many bytes of dynamic shared memory; false: no device has so many.
+/// Allows launches of this kernel, in this file, that many bytes of dynamic shared memory. Returns
+/// false if no device has that much.
 bool allow_shared(const Where& where, std::string_view kernel, int bytes);
-/// Whether the address is in shared memory of the block.
+/// Whether the address is in the block's shared memory.
 bool is_shared(uintptr_t at);
 
 template <typename T>
@@ -86,16 +92,19 @@ T& shared(const char* names) {
   return *static_cast<T*>(shared_variable(&key, names, sizeof(T), alignof(T)));
 }
 
-/// K<<<grid, block, shared bytes, stream>>>(arguments...) is Launch(where, "K", grid, block, ...).of(K)(arguments...).
+/// K<<<grid, block, shared bytes, stream>>>(arguments...) becomes Launch(where, "K", grid, block,
+/// ...).of(K)(arguments...).
 class Launch {
  public:
   template <typename... Stream>
-  Launch(const Where& where, const char* kernel, dim3 grid, dim3 block, size_t shared = 0, const Stream&... /*everything is in order*/)
+  Launch(const Where& where, const char* kernel, dim3 grid, dim3 block, size_t shared = 0,
+         const Stream&... /*everything is in order*/)
       : where(where), kernel(kernel), grid(grid), block(block), shared(shared) {}
 
   template <typename Kernel>
   auto of(Kernel kernel) const {
-    // Parameters are copied at the launch, and for each thread. All of it lies on the stack of the host, which is no memory of the device.
+    // Parameters are copied at the launch, and again for each thread. They are on the stack of the
+    // host, which is not device memory.
     return [this, kernel](auto... arguments) {
       const auto thread = [&] { kernel(arguments...); };
       run(std::ref(thread));

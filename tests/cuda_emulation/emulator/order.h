@@ -11,11 +11,11 @@ namespace emulator {
 
 class Order {
  public:
-  /// "forward", "reverse", or the seed of random orders.
+  /// Sets the order: "forward", "reverse", or the seed of random orders.
   void set(const std::string& name);
-  /// Blocks from first to last.
+  /// Returns blocks from first to last.
   std::vector<uint32_t> blocks(uint32_t count);
-  /// Threads of one block from first to last.
+  /// Returns the threads of one block from first to last.
   std::vector<uint32_t> threads(uint32_t count);
 
  private:

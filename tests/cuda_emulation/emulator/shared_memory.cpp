@@ -6,7 +6,8 @@
 #include <new>
 
 extern "C" {
-// There when the process runs with AddressSanitizer, which then reports the access itself, reads too.
+// Defined if the process runs with AddressSanitizer, which then reports such accesses itself,
+// including reads.
 __attribute__((weak)) void __asan_poison_memory_region(const volatile void* at, size_t size);
 __attribute__((weak)) void __asan_unpoison_memory_region(const volatile void* at, size_t size);
 }
@@ -33,14 +34,16 @@ void* SharedMemory::variable(const void* key, const char* names, size_t size, si
       return known.memory;
     }
   }
-  const size_t margin = std::max(kMargin, alignment), total = (margin + size + margin + margin - 1) / margin * margin;
+  const size_t margin = std::max(kMargin, alignment),
+               total = (margin + size + margin + margin - 1) / margin * margin;
   auto* base = static_cast<unsigned char*>(std::aligned_alloc(margin, total));
   if (base == nullptr) {
     throw std::bad_alloc();
   }
   unsigned char* memory = base + margin;
   std::memset(base, kGuard, total);
-  // Garbage, of two kinds: NaN and -1; huge numbers. What compares with the one may not notice the other.
+  // Two kinds of garbage: NaN and -1, or huge numbers. A comparison with one kind may not notice
+  // the other.
   std::memset(memory, blocks_ % 2 == 1 ? 0xFF : 0x7B, size);
   if (__asan_poison_memory_region) {
     __asan_poison_memory_region(base, margin);
@@ -53,7 +56,8 @@ void* SharedMemory::variable(const void* key, const char* names, size_t size, si
 
 bool SharedMemory::holds(uintptr_t at) const {
   return std::any_of(variables_.begin(), variables_.end(), [at](const Variable& variable) {
-    return at >= uintptr_t(variable.base) && at < uintptr_t(variable.memory + variable.size + variable.margin);
+    return at >= uintptr_t(variable.base) &&
+        at < uintptr_t(variable.memory + variable.size + variable.margin);
   });
 }
 
@@ -68,9 +72,10 @@ std::string SharedMemory::end_block() {
     const auto* below = std::find_if(variable.base, variable.memory, written);
     const auto* above = std::find_if(end, end + variable.margin, written);
     if (below != begin || above != end + variable.margin) {
-      const std::ptrdiff_t distance = above != end + variable.margin ? above - begin : below - begin;
-      found = "byte " + std::to_string(distance) + " from the beginning of shared variable " + variable.names + " was written to, which has " +
-          std::to_string(variable.size) + " bytes";
+      const std::ptrdiff_t distance =
+          above != end + variable.margin ? above - begin : below - begin;
+      found = "byte " + std::to_string(distance) + " from the beginning of shared variable " +
+          variable.names + " was written to, which has " + std::to_string(variable.size) + " bytes";
     }
     std::free(variable.base);
   }

@@ -1,6 +1,6 @@
 #pragma once
 
-// The shared memory of the block that runs.
+// The shared memory of the running block.
 
 #include <cstddef>
 #include <cstdint>
@@ -12,11 +12,13 @@ namespace emulator {
 class SharedMemory {
  public:
   void begin_block(size_t dynamic_bytes);
-  /// Frees all of it. Returns what was written beside a variable, or "".
+  /// Frees all of it. Returns a description of a write just outside a variable, or "".
   std::string end_block();
 
   void* variable(const void* key, const char* names, size_t size, size_t alignment);
-  void* dynamic() const { return variables_.empty() || variables_[0].key != this ? nullptr : variables_[0].memory; }
+  void* dynamic() const {
+    return variables_.empty() || variables_[0].key != this ? nullptr : variables_[0].memory;
+  }
   size_t bytes() const { return bytes_; }
   bool holds(uintptr_t at) const;
 

@@ -1,15 +1,22 @@
-// Sends CPU tensors the way of CUDA tensors.
+// Sends CPU tensors down the path of CUDA tensors.
 //
-//   cuda_emulator::take_over() -> str[]   from now on each operator of xsoftmax runs, for CPU tensors, what it runs for CUDA tensors: its
-//                                         CUDA kernel, emulated, or else its composite. Returns the operators that have neither.
-//   cuda_emulator::findings() -> Dict(str, int)   "operator: what it did" of each that since has done what an operator must not do on a device, and how
-//                                         often: wait for it, by an operator of ATen that tells the host a value; copy its arguments to the CPU; add in
-//                                         an order that is not fixed. What a kernel's host code reads from memory by itself is not seen, nor what
-//                                         ATen's own backward does between our operators.
-//   cuda_emulator::let_host_read(bool)    False: the library looks at no values of CPU tensors either, as it cannot at those of a device.
-//   cuda_emulator::lies_on_host(Tensor)   this tensor does not move to a device with the others: who reads its value waits for nothing.
+// cuda_emulator::take_over() -> str[]: makes each operator of xsoftmax run, for CPU tensors, what
+// it runs for CUDA tensors: its CUDA kernel, emulated, or else its composite. Returns the operators
+// that have neither.
+//
+// cuda_emulator::findings() -> Dict(str, int): returns "operator: what it did", and how often, for
+// each operator that has since done something that it must not do on a device: wait for it, through
+// an ATen operator that gives the host a value; copy its arguments to the CPU; or add in an order
+// that is not fixed. It does not see what a kernel's host code reads from memory directly, nor what
+// ATen's own backward does between operators of the library.
+//
+// cuda_emulator::let_host_read(bool): with False, the library does not read values of CPU tensors,
+// as if they were on a device.
+//
+// cuda_emulator::lies_on_host(Tensor): marks a tensor that stays on the host when the others move
+// to a device. Reading its value does not wait.
 
-#include "core/host_reads.h"
+#include "op/host_reads.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -33,22 +40,23 @@ using c10::DispatchKeySet;
 using c10::OperatorHandle;
 
 class Detour;
-thread_local std::vector<const Detour*> under_way; // operators that run as on CUDA
-thread_local bool at_home = false;                 // within a CPU kernel
+thread_local std::vector<const Detour*> under_way; // running operators that take the CUDA path
+thread_local bool at_home = false; // within a CPU kernel
 
 std::mutex findings_mutex;
 std::map<std::string, int64_t> findings_seen;
-std::vector<at::Tensor> on_host; // kept, so that no other tensor takes their memory
+std::vector<at::Tensor> on_host; // kept alive, so that no other tensor reuses their memory
 
-// Of the operator that runs as on CUDA.
+// Records a finding for the operator that runs as on CUDA.
 void found(const std::string& what);
 
-/// A composite may copy its arguments to the CPU and call its operator again. Here that call looks like the first; it is for the CPU
-/// kernel, as is all that happens within.
+/// A composite may copy its arguments to the CPU and call its operator again. Here that call looks
+/// like the first one, but it must run the CPU kernel, as must everything inside.
 class Detour : public c10::OperatorKernel {
  public:
-  /// cpu: what CPU tensors ran before: a kernel for the CPU, or else the composite.
-  Detour(std::string name, bool on_cpu, c10::SafeKernelFunction cpu) : name_(std::move(name)), on_cpu_(on_cpu), cpu_(std::move(cpu)) {}
+  /// cpu: the kernel that CPU tensors ran before: a CPU kernel, or else the composite.
+  Detour(std::string name, bool on_cpu, c10::SafeKernelFunction cpu)
+      : name_(std::move(name)), on_cpu_(on_cpu), cpu_(std::move(cpu)) {}
 
   void operator()(const OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
     const bool again = std::find(under_way.begin(), under_way.end(), this) != under_way.end();
@@ -74,9 +82,11 @@ class Detour : public c10::OperatorKernel {
   c10::SafeKernelFunction cpu_;
 };
 
-// Whether the composites run in the place of the kernels: the oracle of tests, and no user's step.
+// Whether composites run instead of kernels: used by tests as the oracle, never in a user's step.
 bool by_composites() {
-  static const auto impl = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::get_impl", "").typed<std::string()>();
+  static const auto impl = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("xsoftmax::get_impl", "")
+                               .typed<std::string()>();
   return impl.call() == "reference";
 }
 
@@ -103,7 +113,8 @@ void lies_on_host(const at::Tensor& tensor) {
 
 bool is_on_host(const at::Tensor& tensor) {
   const std::lock_guard lock(findings_mutex);
-  return std::any_of(on_host.begin(), on_host.end(), [&](const at::Tensor& other) { return other.is_alias_of(tensor); });
+  return std::any_of(on_host.begin(), on_host.end(),
+                     [&](const at::Tensor& other) { return other.is_alias_of(tensor); });
 }
 
 enum class Fault { Waits, UnorderedSum };
@@ -113,20 +124,22 @@ struct Watched {
   const char* name;
   Fault fault;
   const char* overload = "";
-  bool (*when)(const Stack&) = [](const Stack&) { return true; }; // of the arguments
+  bool (*when)(const Stack&) = [](const Stack&) { return true; }; // applies to these arguments
 };
 
-/// An operator of ATen that is as it should be on a CPU, not on CUDA.
+/// An ATen operator that is allowed on a CPU but not on CUDA.
 class Watch : public c10::OperatorKernel {
  public:
-  Watch(const Watched& watched, c10::SafeKernelFunction cpu) : watched_(watched), cpu_(std::move(cpu)) {}
+  Watch(const Watched& watched, c10::SafeKernelFunction cpu)
+      : watched_(watched), cpu_(std::move(cpu)) {}
 
   void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     const at::Tensor& self = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
     const std::string name = std::string(" (aten::") + watched_.name + ")";
     if (watched_.fault == Fault::Waits && !is_on_host(self)) {
       found("waits" + name);
-    } else if (watched_.fault == Fault::UnorderedSum && self.is_floating_point() && watched_.when(*stack)) {
+    } else if (watched_.fault == Fault::UnorderedSum && self.is_floating_point() &&
+               watched_.when(*stack)) {
       found("adds in any order" + name);
     }
     cpu_.callBoxed(op, keys, stack);
@@ -138,14 +151,15 @@ class Watch : public c10::OperatorKernel {
 };
 
 bool accumulates(const Stack& stack) { return stack.back().toBool(); }
-bool rounds(const Stack& stack) { // the least and the largest have no order
+bool rounds(const Stack& stack) { // minimum and maximum do not depend on the order
   const auto reduce = stack[stack.size() - 2].toStringView();
   return reduce != "amax" && reduce != "amin";
 }
 
-// Those whose result is on the host, or as long as values say; and those that add by atomics, or scan in parts that come as they come. index_put_ that
-// accumulates and embedding_dense_backward are not among them: on CUDA they sort first, and add in that order. Nor is repeat_interleave: where it has to
-// know the size it reads a value here, too.
+// Operators whose result is on the host or whose size depends on values, and operators that add
+// with atomics or scan in parts that arrive in any order. Accumulating index_put_ and
+// embedding_dense_backward are not listed: on CUDA they sort first and add in that order.
+// repeat_interleave is not listed either: if it needs the size, it also reads a value here.
 const Watched kWatched[] = {{"_local_scalar_dense", Fault::Waits},
                             {"nonzero", Fault::Waits},
                             {"masked_select", Fault::Waits},
@@ -166,16 +180,21 @@ const Watched kWatched[] = {{"_local_scalar_dense", Fault::Waits},
                             {"put_", Fault::UnorderedSum, "", accumulates}};
 
 void watch() {
-  static auto* const library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::CPU, __FILE__, __LINE__);
+  static auto* const library =
+      new torch::Library(torch::Library::IMPL, "aten", DispatchKey::CPU, __FILE__, __LINE__);
   for (const Watched& watched : kWatched) {
-    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("aten::") + watched.name).c_str(), watched.overload);
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+        (std::string("aten::") + watched.name).c_str(), watched.overload);
     auto cpu = op.getComputedKernelForDispatchKey(DispatchKey::CPU);
-    const std::string overload = watched.overload, name = watched.name + (overload.empty() ? "" : "." + overload);
-    library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Watch>(watched, std::move(cpu))));
+    const std::string overload = watched.overload,
+                      name = watched.name + (overload.empty() ? "" : "." + overload);
+    library->impl(
+        name.c_str(),
+        torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Watch>(watched, std::move(cpu))));
   }
 }
 
-/// Torch warns of kernels that are replaced: here they are meant to be.
+/// Suppresses torch's warnings about replaced kernels, which are intended here.
 class NoWarnings : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
@@ -183,8 +202,9 @@ class NoWarnings : public c10::WarningHandler {
 std::vector<std::string> take_over() {
   NoWarnings none;
   const c10::WarningUtils::WarningHandlerGuard quiet(&none);
-  // Never freed: the kernels stay for as long as the process runs.
-  static auto* const library = new torch::Library(torch::Library::IMPL, "xsoftmax", DispatchKey::CPU, __FILE__, __LINE__);
+  // Never freed: the kernels are needed as long as the process runs.
+  static auto* const library =
+      new torch::Library(torch::Library::IMPL, "xsoftmax", DispatchKey::CPU, __FILE__, __LINE__);
   watch();
   std::vector<std::string> neither;
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
@@ -192,14 +212,16 @@ std::vector<std::string> take_over() {
     if (!name.name.starts_with("xsoftmax::") || !op.has_value()) {
       continue;
     }
-    const bool on_cpu = op->hasKernelForDispatchKey(DispatchKey::CPU), anywhere = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
+    const bool on_cpu = op->hasKernelForDispatchKey(DispatchKey::CPU),
+               anywhere = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
     const bool on_cuda = op->hasKernelForDispatchKey(DispatchKey::CUDA);
     if (!on_cpu && !on_cuda && !anywhere) {
-      continue; // made of other operators
+      continue; // composed of other operators
     }
     const std::string stem = name.name.substr(name.name.find("::") + 2);
     if (on_cuda || anywhere) {
-      auto detour = std::make_unique<Detour>(stem, on_cpu, op->getComputedKernelForDispatchKey(DispatchKey::CPU));
+      auto detour = std::make_unique<Detour>(stem, on_cpu,
+                                             op->getComputedKernelForDispatchKey(DispatchKey::CPU));
       library->impl(stem.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(detour)));
     } else {
       neither.push_back(stem);
@@ -209,15 +231,21 @@ std::vector<std::string> take_over() {
   return neither;
 }
 
-/// ATen has products of 16-bit matrices with a wider result for CUDA only.
-at::Tensor mm_dtype(const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype) { return at::mm(a.to(dtype), b.to(dtype)); }
-at::Tensor& mm_dtype_out(const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype, at::Tensor& out) {
-  TORCH_CHECK(out.scalar_type() == dtype, "mm: expected out of dtype ", dtype, ", got ", out.scalar_type());
+/// ATen has 16-bit matrix products with a wider result only for CUDA.
+at::Tensor mm_dtype(const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype) {
+  return at::mm(a.to(dtype), b.to(dtype));
+}
+at::Tensor& mm_dtype_out(const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype,
+                         at::Tensor& out) {
+  TORCH_CHECK(out.scalar_type() == dtype, "mm: expected out of dtype ", dtype, ", got ",
+              out.scalar_type());
   return out.copy_(mm_dtype(a, b, dtype));
 }
-at::Tensor& addmm_dtype_out(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype, const at::Scalar& beta,
-                            const at::Scalar& alpha, at::Tensor& out) {
-  TORCH_CHECK(self.scalar_type() == dtype && out.scalar_type() == dtype, "addmm: expected self and out of dtype ", dtype, ", got ", self.scalar_type(), ", ",
+at::Tensor& addmm_dtype_out(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b,
+                            at::ScalarType dtype, const at::Scalar& beta, const at::Scalar& alpha,
+                            at::Tensor& out) {
+  TORCH_CHECK(self.scalar_type() == dtype && out.scalar_type() == dtype,
+              "addmm: expected self and out of dtype ", dtype, ", got ", self.scalar_type(), ", ",
               out.scalar_type());
   return out.copy_(at::addmm(self, a.to(dtype), b.to(dtype), beta, alpha));
 }

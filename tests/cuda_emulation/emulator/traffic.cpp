@@ -14,7 +14,8 @@ thread_local Watch watch;
 namespace { constexpr uintptr_t kSector = 32; } // namespace
 
 Traffic& Traffic::operator+=(const Traffic& other) {
-  const std::pair<Bytes*, const Bytes*> parts[] = {{&asked, &other.asked}, {&per_block, &other.per_block}, {&per_launch, &other.per_launch}};
+  const std::pair<Bytes*, const Bytes*> parts[] = {
+      {&asked, &other.asked}, {&per_block, &other.per_block}, {&per_launch, &other.per_launch}};
   for (const auto& [to, from] : parts) {
     to->read += from->read;
     to->written += from->written;
@@ -113,7 +114,8 @@ std::vector<std::pair<uintptr_t, uintptr_t>> memory_of_the_program() {
 
 } // namespace emulator
 
-// ------------------------------------------------------------------------------------------------ what compiled kernels call
+// ------------------------------------------------------------------------------------------------
+// functions that compiled kernels call
 
 namespace {
 
@@ -145,27 +147,44 @@ XS_ACCESSES(16)
 void __tsan_read_range(void* at, size_t size) { seen(at, size, false); }
 void __tsan_write_range(void* at, size_t size) { seen(at, size, true); }
 
-// The rest is of no interest, but atomics must do what they say: code of the host in the same file has some.
+// The rest is irrelevant, but atomics must work: host code in the same file uses some.
 void __tsan_init() {}
 void __tsan_vptr_update(void*, void*) {}
 void __tsan_vptr_read(void*) {}
 void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 void __tsan_atomic_signal_fence(int) { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 
-#define XS_ATOMICS(bits, T)                                                                                           \
-  T __tsan_atomic##bits##_load(const volatile T* at, int) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }           \
-  void __tsan_atomic##bits##_store(volatile T* at, T x, int) { __atomic_store_n(at, x, __ATOMIC_SEQ_CST); }           \
-  T __tsan_atomic##bits##_exchange(volatile T* at, T x, int) { return __atomic_exchange_n(at, x, __ATOMIC_SEQ_CST); } \
-  T __tsan_atomic##bits##_fetch_add(volatile T* at, T x, int) { return __atomic_fetch_add(at, x, __ATOMIC_SEQ_CST); } \
-  T __tsan_atomic##bits##_fetch_sub(volatile T* at, T x, int) { return __atomic_fetch_sub(at, x, __ATOMIC_SEQ_CST); } \
-  T __tsan_atomic##bits##_fetch_and(volatile T* at, T x, int) { return __atomic_fetch_and(at, x, __ATOMIC_SEQ_CST); } \
-  T __tsan_atomic##bits##_fetch_or(volatile T* at, T x, int) { return __atomic_fetch_or(at, x, __ATOMIC_SEQ_CST); }   \
-  T __tsan_atomic##bits##_fetch_xor(volatile T* at, T x, int) { return __atomic_fetch_xor(at, x, __ATOMIC_SEQ_CST); } \
-  bool __tsan_atomic##bits##_compare_exchange_strong(volatile T* at, T* expected, T x, int, int) {                    \
-    return __atomic_compare_exchange_n(at, expected, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                   \
-  }                                                                                                                   \
-  bool __tsan_atomic##bits##_compare_exchange_weak(volatile T* at, T* expected, T x, int, int) {                      \
-    return __atomic_compare_exchange_n(at, expected, x, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                    \
+#define XS_ATOMICS(bits, T)                                                                        \
+  T __tsan_atomic##bits##_load(const volatile T* at, int) {                                        \
+    return __atomic_load_n(at, __ATOMIC_SEQ_CST);                                                  \
+  }                                                                                                \
+  void __tsan_atomic##bits##_store(volatile T* at, T x, int) {                                     \
+    __atomic_store_n(at, x, __ATOMIC_SEQ_CST);                                                     \
+  }                                                                                                \
+  T __tsan_atomic##bits##_exchange(volatile T* at, T x, int) {                                     \
+    return __atomic_exchange_n(at, x, __ATOMIC_SEQ_CST);                                           \
+  }                                                                                                \
+  T __tsan_atomic##bits##_fetch_add(volatile T* at, T x, int) {                                    \
+    return __atomic_fetch_add(at, x, __ATOMIC_SEQ_CST);                                            \
+  }                                                                                                \
+  T __tsan_atomic##bits##_fetch_sub(volatile T* at, T x, int) {                                    \
+    return __atomic_fetch_sub(at, x, __ATOMIC_SEQ_CST);                                            \
+  }                                                                                                \
+  T __tsan_atomic##bits##_fetch_and(volatile T* at, T x, int) {                                    \
+    return __atomic_fetch_and(at, x, __ATOMIC_SEQ_CST);                                            \
+  }                                                                                                \
+  T __tsan_atomic##bits##_fetch_or(volatile T* at, T x, int) {                                     \
+    return __atomic_fetch_or(at, x, __ATOMIC_SEQ_CST);                                             \
+  }                                                                                                \
+  T __tsan_atomic##bits##_fetch_xor(volatile T* at, T x, int) {                                    \
+    return __atomic_fetch_xor(at, x, __ATOMIC_SEQ_CST);                                            \
+  }                                                                                                \
+  bool __tsan_atomic##bits##_compare_exchange_strong(volatile T* at, T* expected, T x, int, int) { \
+    return __atomic_compare_exchange_n(at, expected, x, false, __ATOMIC_SEQ_CST,                   \
+                                       __ATOMIC_SEQ_CST);                                          \
+  }                                                                                                \
+  bool __tsan_atomic##bits##_compare_exchange_weak(volatile T* at, T* expected, T x, int, int) {   \
+    return __atomic_compare_exchange_n(at, expected, x, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
   }
 
 XS_ATOMICS(8, uint8_t)

@@ -3,7 +3,7 @@
 #include <c10/cuda/CUDAStream.h>
 namespace at::cuda {
 using c10::cuda::getCurrentCUDAStream;
-/// A small device, so that grids cut to its size stride.
+/// A small device, so that grids limited to its size use their stride loop.
 struct DeviceProperties {
   int multiProcessorCount = 4;
   int warpSize = 32;

@@ -1,4 +1,5 @@
 #pragma once
-// A launch has been checked when it returns.
+// Launches are checked before they return.
 #define C10_CUDA_KERNEL_LAUNCH_CHECK() (void)0
-#define C10_CUDA_CHECK(expression) TORCH_CHECK((expression) == cudaSuccess, "CUDA error: " #expression)
+#define C10_CUDA_CHECK(expression) \
+  TORCH_CHECK((expression) == cudaSuccess, "CUDA error: " #expression)

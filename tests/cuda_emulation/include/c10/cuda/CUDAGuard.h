@@ -4,6 +4,8 @@
 namespace c10::cuda {
 /// Emulated kernels get CPU tensors.
 struct CUDAGuard {
-  explicit CUDAGuard(c10::Device device) { TORCH_INTERNAL_ASSERT(device.is_cpu(), "expected CPU tensors, got one on ", device); }
+  explicit CUDAGuard(c10::Device device) {
+    TORCH_INTERNAL_ASSERT(device.is_cpu(), "expected CPU tensors, got one on ", device);
+  }
 };
 } // namespace c10::cuda

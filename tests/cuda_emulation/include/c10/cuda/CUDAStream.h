@@ -1,6 +1,6 @@
 #pragma once
 namespace c10::cuda {
-/// All that is launched is done at once.
+/// Launches run immediately.
 struct CUDAStream {};
 inline CUDAStream getCurrentCUDAStream(int = -1) { return {}; }
 } // namespace c10::cuda

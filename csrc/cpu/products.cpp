@@ -1,0 +1,170 @@
+#include "cpu/products.h"
+
+#include "cpu/cpu_dispatch.h"
+#include "cpu/block_product.h"
+#include "cpu/dtypes.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+
+#include <cstdlib>
+#include <string_view>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kFewTerms = 4096; // multiply-adds up to which a loop is faster than an ATen call
+constexpr int64_t kRowsOfBlocks = 16; // of left: with fewer, packing costs more than blocks save
+
+// Returns whether to use `yes` instead of `no`: as the environment variable `name` says or, if it
+// is not set, if `yes` is faster on this CPU (`pays`). possible: whether the CPU supports `yes`;
+// why_not: the feature that is missing if it does not.
+bool choose(const char* name, std::string_view yes, std::string_view no, bool possible,
+            const char* why_not, bool pays) {
+  const char* value = std::getenv(name);
+  if (value == nullptr || *value == '\0') {
+    return pays && possible;
+  }
+  TORCH_CHECK(value == yes || value == no, name, ": expected ", no, " or ", yes, ", got ", value);
+  TORCH_CHECK(value == no || possible, name, ": expected ", no, ", since this CPU has no ", why_not,
+              ", got ", yes);
+  return value == yes;
+}
+
+// The CPUs on which bfloat16 products or float32 blocks are faster: the table in products.h.
+struct Pays {
+  bool bfloat16 = false, float32_blocks = false;
+
+  Pays() {
+#ifdef XS_X86
+    __builtin_cpu_init();
+    if (cpu_isa() == CpuIsa::Avx512) {
+      const bool amd = __builtin_cpu_is("amd");
+      bfloat16 =
+          __builtin_cpu_supports("amx-bf16") || (amd && __builtin_cpu_supports("avx512bf16"));
+      float32_blocks = amd && __builtin_cpu_supports("avx512vp2intersect"); // Zen 5
+    }
+#endif
+  }
+};
+
+bool takes_float32_blocks(const Tensor& left, const Tensor& right) {
+  const auto is_float = [](const Tensor& tensor) {
+    return tensor.is_cpu() && tensor.scalar_type() == at::kFloat;
+  };
+  return is_float(left) && is_float(right) && left.size(0) >= kRowsOfBlocks && float32_blocks_pay();
+}
+
+bool takes_float32_blocks(const Tensor& out, const Tensor& left, const Tensor& right) {
+  return out.scalar_type() == at::kFloat && out.stride(1) == 1 && takes_float32_blocks(left, right);
+}
+
+bool is_small(const Tensor& out, const Tensor& left, const Tensor& right) {
+  const auto dtype = out.scalar_type();
+  return out.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble) &&
+      left.scalar_type() == dtype && right.scalar_type() == dtype &&
+      out.numel() * left.size(1) <= kFewTerms;
+}
+
+template <typename T>
+void small_product(const Tensor& out, const Tensor& left, const Tensor& right, bool add) {
+  T* const to = data<T>(out);
+  const T *const a = const_data<T>(left), *const b = const_data<T>(right);
+  const int64_t terms = left.size(1), columns = right.size(1);
+  for (int64_t i = 0; i < left.size(0); ++i) {
+    for (int64_t j = 0; j < columns; ++j) {
+      T sum = 0;
+      for (int64_t k = 0; k < terms; ++k) {
+        sum += a[i * left.stride(0) + k * left.stride(1)] *
+            b[k * right.stride(0) + j * right.stride(1)];
+      }
+      T& element = to[i * out.stride(0) + j * out.stride(1)];
+      element = add ? element + sum : sum;
+    }
+  }
+}
+
+} // namespace
+
+bool float32_blocks_pay() {
+  static const bool pay = choose("XSOFTMAX_FLOAT32_PRODUCTS", "blocks", "aten",
+                                 has_float32_blocks(), "kernel for blocks", Pays().float32_blocks);
+  return pay && at::globalContext().userEnabledMkldnn();
+}
+
+bool bfloat16_products_pay() {
+  static const bool pay = choose("XSOFTMAX_PRODUCTS", "bfloat16", "float32", has_bfloat16_blocks(),
+                                 "bfloat16 dot products", Pays().bfloat16);
+  return pay && at::globalContext().userEnabledMkldnn();
+}
+
+bool multiplies_bfloat16(const Tensor& table) {
+  const auto dtype = table.scalar_type();
+  const bool rounds = dtype == at::kBFloat16 ||
+      (dtype == at::kFloat &&
+       at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL) ==
+           at::Float32Precision::BF16);
+  return rounds && table.is_cpu() && bfloat16_products_pay();
+}
+
+void multiply(const Tensor& given_out, const Tensor& left, const Tensor& right,
+              ProductOptions options) {
+  Tensor out = given_out;
+  if (options.bfloat16) {
+    bfloat16_block_product(out, left, right, options.add);
+  } else if (is_small(out, left, right)) {
+    out.scalar_type() == at::kFloat ? small_product<float>(out, left, right, options.add)
+                                    : small_product<double>(out, left, right, options.add);
+  } else if (takes_float32_blocks(out, left, right)) {
+    float32_block_product(out, left, right, options.add);
+  } else if (out.scalar_type() != left.scalar_type() || out.scalar_type() != right.scalar_type()) {
+    const Tensor made = wide_product(left, right, out.scalar_type());
+    options.add ? out.add_(made) : out.copy_(made);
+  } else if (options.add) {
+    at::addmm_out(out, out, left, right);
+  } else {
+    at::mm_out(out, left, right);
+  }
+}
+
+Tensor wide_product(const Tensor& left, const Tensor& right, at::ScalarType dtype) {
+  if (left.is_cuda() && left.scalar_type() == right.scalar_type() && left.scalar_type() != dtype) {
+    return at::mm(left, right, dtype); // tensor cores compute products of 16-bit numbers exactly
+  }
+  return product(left.to(dtype), right.to(dtype));
+}
+
+Tensor rounded_coefficients(const Tensor& coefficients, const Tensor& table) {
+  return table.is_cuda() && table.scalar_type() == at::kBFloat16 ? coefficients.to(at::kBFloat16)
+                                                                 : coefficients;
+}
+
+Tensor product(const Tensor& left, const Tensor& right) {
+  if (!takes_float32_blocks(left, right)) {
+    return at::mm(left, right);
+  }
+  const Tensor out = at::empty({left.size(0), right.size(1)}, left.options());
+  float32_block_product(out, left, right, false);
+  return out;
+}
+
+void multiply_in_parts(const Tensor& out, const Tensor& left, const Tensor& right,
+                       ProductOptions options, int64_t step) {
+  const int64_t size = left.size(1);
+  // The sums of these products have a fixed order.
+  if (options.bfloat16 || takes_float32_blocks(out, left, right)) {
+    step = std::max<int64_t>(1, size);
+  }
+  // A product without terms still has to write zeros.
+  for (int64_t begin = 0; begin < size || (begin == 0 && !options.add); begin += step) {
+    const int64_t terms = std::min(step, size - begin);
+    multiply(out, left.narrow(1, begin, terms), right.narrow(0, begin, terms),
+             {options.add || begin > 0, options.bfloat16});
+  }
+}
+
+} // namespace xsoftmax

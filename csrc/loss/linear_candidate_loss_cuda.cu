@@ -1,0 +1,379 @@
+#include "estimator/estimator_lanes.cuh"
+
+#include "table/cuda_rows.cuh"
+#include "cpu/dtypes.h"
+#include "cpu/impl.h"
+#include "op/optional.h"
+#include "loss/linear_candidate_loss.h"
+#include "estimator/loss_operands.h"
+#include "table/gather_dot.h"
+#include "table/gather_dot_cuda.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+namespace xsoftmax {
+namespace {
+
+using namespace cuda;
+using at::Tensor;
+
+// Arguments of the kernels, which process one query at a time. T: element type of the table.
+template <typename T>
+struct QueryPass {
+  using A = at::opmath_type<T>;
+
+  const T* input;
+  const T* weight;
+  const T* bias;        // nullptr if absent
+  const T* shared_bias; // [S], nullptr if absent
+  int64_t features, stride, num_classes;
+  const int64_t* target;
+  const int64_t* private_ids;
+  int64_t* row_ids; // [Q, 1 + P] output: target, private ids
+  int64_t queries, row_width, ignore_index;
+  // [Q, 1 + P + S] with row stride rows.stride. The columns of shared candidates hold the matrix
+  // product on entry.
+  A* scores;
+  A* grad_input; // nullptr if not needed
+  // [Q, S]: copy of the gradients of the scores of shared candidates, rounded to T; nullptr if not
+  // needed.
+  T* shared_grad;
+  int64_t shared_grad_stride;
+  LossRows<A> rows;
+  RowLoss estimator;
+  int64_t kept_width; // elements per row in shared memory; 0: rows are not kept there
+  int64_t buffer_size;
+  A* scratch; // buffers of the blocks in global memory; nullptr: they are in shared memory
+  bool wide; // whether rows can be read 16 bytes at a time
+
+  __device__ bool ignored(int64_t q) const { return target[q] == ignore_index; }
+  __device__ int64_t id(int64_t q, int64_t j) const {
+    return j > 0 ? private_ids[q * (row_width - 1) + j - 1] : ignored(q) ? 0 : target[q];
+  }
+};
+
+// Writes the scores of the rows of a query, and copies the rows to `kept`. A warp processes kRows
+// rows at a time to keep as many loads in flight.
+template <int N, typename T, typename Lanes>
+__device__ inline void score_rows(const QueryPass<T>& pass, const Lanes& lanes, int64_t q,
+                                  T* kept) {
+  using A = at::opmath_type<T>;
+  // kGroup: number of rows whose ids a warp reads at once.
+  constexpr int kRows = 8, kGroup = Lanes::kWarps == 1 ? kWarp : kRows;
+  const T* x = pass.input + q * pass.features;
+  A* score = pass.scores + q * pass.rows.stride;
+  for (int64_t group = lanes.index() / kWarp * kGroup; group < pass.row_width;
+       group += Lanes::kWarps * kGroup) {
+    const int64_t mine = group + lane();
+    const bool have = lane() < kGroup && mine < pass.row_width;
+    const int64_t id = have ? pass.id(q, mine) : 0;
+    CUDA_KERNEL_ASSERT(!have || (id >= 0 && id < pass.num_classes));
+    if (have) {
+      pass.row_ids[q * pass.row_width + mine] = id;
+    }
+    const int members = pass.row_width - group < kGroup ? int(pass.row_width - group) : kGroup;
+    A own = 0;
+#pragma unroll 1
+    for (int base = 0; base < members; base += kRows) {
+      const T* row[kRows];
+      A sum[kRows];
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) { // repeats the last row if there are fewer
+        row[k] = pass.weight +
+            __shfl_sync(kAllLanes, id, base + k < members ? base + k : members - 1) * pass.stride;
+        sum[k] = 0;
+      }
+#pragma unroll 1 // the rows already provide enough parallel loads
+      for (int64_t d = lane() * N; d < pass.features; d += kWarp * N) {
+        Pack<T, N> pack[kRows];
+        const auto own_pack = load_pack<N>(x + d);
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+          pack[k] = load_pack<N>(row[k] + d);
+        }
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            sum[k] += A(own_pack.values[i]) * A(pack[k].values[i]);
+          }
+          if (pass.kept_width > 0 && base + k < members) {
+            *reinterpret_cast<Pack<T, N>*>(kept + (group + base + k) * pass.kept_width + d) =
+                pack[k];
+          }
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+        const A total = warp_sum(sum[k]);
+        own = lane() == base + k ? total : own;
+      }
+    }
+    if (have) {
+      score[mine] = own + (pass.bias == nullptr ? A(0) : A(pass.bias[id]));
+    }
+  }
+}
+
+// Writes out[d .. d + N) = sum_j coefficient[j] * rows(j)[d .. d + N).
+template <int N, typename T, typename A, typename Rows>
+__device__ inline void sum_rows(A* out, const A* coefficient, int64_t count, int64_t d,
+                                const Rows& rows) {
+  A sum[N] = {};
+#pragma unroll 4
+  for (int64_t j = 0; j < count; ++j) {
+    const A c = coefficient[j];
+    const auto pack = load_pack<N>(rows(j) + d);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      // As on the CPU, a row with a coefficient of 0 may hold NaN.
+      sum[i] += c == A(0) ? A(0) : c * A(pack.values[i]);
+    }
+  }
+  constexpr int kStored = N * sizeof(A) > 16 ? 16 / int(sizeof(A)) : N;
+#pragma unroll
+  for (int i = 0; i < N; i += kStored) {
+    Pack<A, kStored> pack;
+#pragma unroll
+    for (int k = 0; k < kStored; ++k) {
+      pack.values[k] = sum[i + k];
+    }
+    *reinterpret_cast<Pack<A, kStored>*>(out + d + i) = pack;
+  }
+}
+
+// Writes the gradient of the input of a query, reading the rows from `kept` or from the table.
+template <int N, typename T, typename Lanes>
+__device__ inline void sum_input_grad(const QueryPass<T>& pass, const Lanes& lanes, int64_t q,
+                                      const T* kept, at::opmath_type<T>* gradient) {
+  const auto* coefficient = pass.scores + q * pass.rows.stride;
+  const int64_t* ids = pass.row_ids + q * pass.row_width;
+#pragma unroll 1
+  for (int64_t d = lanes.index() * N; d < pass.features; d += Lanes::kStep * N) {
+    if (pass.kept_width > 0) {
+      sum_rows<N, T>(gradient, coefficient, pass.row_width, d,
+                     [&](int64_t j) { return kept + j * pass.kept_width; });
+    } else {
+      sum_rows<N, T>(gradient, coefficient, pass.row_width, d,
+                     [&](int64_t j) { return pass.weight + ids[j] * pass.stride; });
+    }
+  }
+}
+
+// Processes a query: scores its rows, runs the estimator, and computes the gradient of its input
+// from the same rows. `kept`: shared memory for the rows.
+template <typename T, typename Lanes>
+__device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, int64_t q, T* kept,
+                                at::opmath_type<T>* buffer) {
+  using A = at::opmath_type<T>;
+  constexpr int kWide = 16 / sizeof(T);
+  const int64_t width = 1 + pass.rows.candidates(), shared = width - pass.row_width;
+  A* score = pass.scores + q * pass.rows.stride;
+  // Lambdas instead of variables, which would increase register pressure.
+  const auto gradient = [&] { return pass.grad_input + q * pass.features; };
+  const auto rounded = [&] { return pass.shared_grad + q * pass.shared_grad_stride; };
+  const bool rounds = pass.shared_grad != nullptr;
+  lanes.sync(); // other lanes may still read the shared memory of the previous query
+  if (pass.ignored(q)) {
+    for (int64_t j = lanes.first(0); j < width; j += Lanes::kStep) {
+      score[j] = 0; // also the output of the gradient
+    }
+    for (int64_t j = lanes.first(0); rounds && j < shared; j += Lanes::kStep) {
+      rounded()[j] = T(0);
+    }
+    for (int64_t d = lanes.first(0); pass.grad_input != nullptr && d < pass.features;
+         d += Lanes::kStep) {
+      gradient()[d] = 0;
+    }
+    for (int64_t j = lanes.first(0); j < pass.row_width; j += Lanes::kStep) {
+      const int64_t id = pass.id(q, j);
+      CUDA_KERNEL_ASSERT(id >= 0 && id < pass.num_classes);
+      pass.row_ids[q * pass.row_width + j] = id;
+    }
+    if (lanes.leads()) {
+      pass.rows.loss[q] = pass.rows.ignored_loss(q);
+    }
+    return;
+  }
+  pass.wide ? score_rows<kWide>(pass, lanes, q, kept) : score_rows<1>(pass, lanes, q, kept);
+  if (pass.shared_bias != nullptr) {
+    for (int64_t j = lanes.first(0); j < shared; j += Lanes::kStep) {
+      score[pass.row_width + j] += A(pass.shared_bias[j]);
+    }
+  }
+  lanes.sync();
+  run_query(lanes, pass.estimator, pass.rows, q, buffer);
+  lanes.sync();
+  for (int64_t j = lanes.first(0); rounds && j < shared; j += Lanes::kStep) {
+    rounded()[j] = T(score[pass.row_width + j]);
+  }
+  if (pass.grad_input != nullptr) {
+    pass.wide ? sum_input_grad<kWide>(pass, lanes, q, kept, gradient())
+              : sum_input_grad<1>(pass, lanes, q, kept, gradient());
+  }
+}
+
+// One warp per query. Shared memory of a warp: the buffer of the estimator, then the rows. The pack
+// width is not a template parameter, because every kernel would compile all estimators again.
+template <typename T>
+__global__ void warp_queries_kernel(const __grid_constant__ QueryPass<T> pass) {
+  using A = at::opmath_type<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int64_t warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp;
+  const int64_t bytes =
+      pass.buffer_size * int64_t(sizeof(A)) + pass.row_width * pass.kept_width * int64_t(sizeof(T));
+  unsigned char* mine = shared + warp * bytes;
+  for (int64_t q = blockIdx.x * warps + warp; q < pass.queries; q += gridDim.x * warps) {
+    run_pass(pass, WarpLanes{}, q, reinterpret_cast<T*>(mine + pass.buffer_size * sizeof(A)),
+             reinterpret_cast<A*>(mine));
+  }
+}
+
+// One block per query.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2)
+    block_queries_kernel(const __grid_constant__ QueryPass<T> pass) {
+  using A = at::opmath_type<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ double sums[kWarp];
+  const int64_t in_shared = pass.scratch == nullptr ? pass.buffer_size : 0;
+  A* buffer = pass.scratch == nullptr ? reinterpret_cast<A*>(shared)
+                                      : pass.scratch + blockIdx.x * pass.buffer_size;
+  for (int64_t q = blockIdx.x; q < pass.queries; q += gridDim.x) {
+    run_pass(pass, BlockLanes{sums}, q,
+             reinterpret_cast<T*>(reinterpret_cast<A*>(shared) + in_shared), buffer);
+  }
+}
+
+// Rounds a number of elements up to a multiple of 16 bytes.
+template <typename T>
+int64_t whole_packs(int64_t elements) {
+  constexpr int64_t kPack = 16 / sizeof(T);
+  return (elements + kPack - 1) / kPack * kPack;
+}
+
+template <typename T>
+void launch(QueryPass<T> pass, const Tensor& like) {
+  using A = at::opmath_type<T>;
+  if (pass.queries == 0) {
+    return;
+  }
+  pass.buffer_size = whole_packs<A>(pass.rows.buffer_size(pass.estimator));
+  const int64_t kept_width = pass.grad_input ? whole_packs<T>(pass.features) : 0;
+  const RowPlan plan(pass.queries, pass.rows.candidates(), pass.buffer_size * int64_t(sizeof(A)),
+                     pass.row_width * kept_width * int64_t(sizeof(T)), like);
+  pass.kept_width = plan.keeps ? kept_width : 0;
+  pass.scratch = plan.scratch_pointer<A>();
+  pass.wide = aligned(pass.input, pass.features, sizeof(T)) &&
+      aligned(pass.weight, pass.stride, sizeof(T)) &&
+      aligned(pass.grad_input, pass.features, sizeof(A));
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  if (plan.block) {
+    if (plan.shared > kSharedBytes) {
+      C10_CUDA_CHECK(cudaFuncSetAttribute(
+          block_queries_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(plan.shared)));
+    }
+    block_queries_kernel<T><<<plan.grid, plan.threads(), plan.shared_bytes(), stream>>>(pass);
+  } else {
+    warp_queries_kernel<T><<<plan.grid, plan.threads(), plan.shared_bytes(), stream>>>(pass);
+  }
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+CandidateLossState linear_candidate_loss_forward_cuda(
+    const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+    const OptionalTensors& columns, at::IntArrayRef distinct, std::string_view options,
+    std::array<bool, 2> wanted, const OptionalTensor& share, bool aligned) {
+  constexpr const char* op = "sampled_softmax_loss"; // the operator that users call
+  const LinearLossArguments arguments(input, weight, bias, target, columns, distinct, options,
+                                      share);
+  const c10::cuda::CUDAGuard guard(input.device());
+  if (use_reference()) {
+    return linear_candidate_loss_forward_reference(arguments, wanted, aligned);
+  }
+  const Candidates& candidates = arguments.candidates;
+  const int64_t queries = input.size(0), features = input.size(1);
+  const auto floats = input.options().dtype(opmath_dtype(input.scalar_type()));
+  const Tensor private_ids = given(candidates.private_ids) ? candidates.private_ids->contiguous()
+                                                           : target.new_empty({queries, 0});
+  const Tensor shared =
+      given(candidates.shared_ids) ? candidates.shared_ids->contiguous() : target.new_empty({0});
+  const int64_t row_width = 1 + private_ids.size(1), shared_width = shared.size(0);
+
+  // The gradient of the scores overwrites the scores.
+  const ScoreColumns laid_out(row_width, shared_width, aligned);
+  const Tensor buffer = at::empty({queries, laid_out.width.expect_int()}, floats),
+               loss = at::empty({queries}, floats);
+  const Tensor scores = buffer.narrow(1, laid_out.lead.expect_int(), row_width + shared_width);
+  const Tensor targets = target.contiguous(),
+               row_ids = at::empty({queries, row_width}, target.options());
+  const EstimatorArguments estimation(scores, targets, candidates, arguments.options,
+                                      find_estimator(op, arguments.options.estimator));
+  TORCH_CHECK_VALUE(estimation.estimator.has_kernels(), op,
+                    ": expected an estimator with a loop over rows, got \"",
+                    estimation.estimator.name, "\"");
+  const bool want_gradient = wanted[0] || wanted[1];
+  const Tensor query = input.contiguous(), table = with_unit_column_stride(weight);
+  const Tensor grad_input = at::empty({wanted[0] ? queries : 0, features}, floats);
+  const Tensor bias_row = given(bias) ? bias->contiguous() : Tensor();
+  Tensor shared_rows, shared_bias, shared_grad;
+  if (shared_width > 0) {
+    shared_rows = table.index_select(0, shared);
+    shared_bias = bias_row.defined() ? bias_row.index_select(0, shared) : shared_bias;
+    product_out_cuda(scores.narrow(1, row_width, shared_width), query, shared_rows.t());
+    if (wanted[0] && multiplies_rounded(input.scalar_type())) {
+      shared_grad = at::empty({queries, whole_packs<at::BFloat16>(shared_width)}, input.options())
+                        .narrow(1, 0, shared_width);
+    }
+  }
+  const LossOperands operands(estimation, scores);
+  const Tensor of_query = LossOperands::plain(share, scores.scalar_type());
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, input.scalar_type(), "linear_candidate_loss_cuda", [&] {
+        using A = at::opmath_type<scalar_t>;
+        const auto pointer = [](const Tensor& tensor) {
+          return tensor.defined() ? tensor.const_data_ptr<scalar_t>() : nullptr;
+        };
+        QueryPass<scalar_t> pass{};
+        pass.input = pointer(query);
+        pass.weight = pointer(table);
+        pass.bias = pointer(bias_row);
+        pass.shared_bias = pointer(shared_bias);
+        pass.features = features;
+        pass.stride = table.stride(0);
+        pass.num_classes = weight.size(0);
+        pass.target = targets.const_data_ptr<int64_t>();
+        pass.private_ids = private_ids.const_data_ptr<int64_t>();
+        pass.row_ids = row_ids.mutable_data_ptr<int64_t>();
+        pass.queries = queries;
+        pass.row_width = row_width;
+        pass.ignore_index = arguments.options.ignore_index;
+        pass.scores = scores.mutable_data_ptr<A>();
+        pass.grad_input = wanted[0] ? grad_input.mutable_data_ptr<A>() : nullptr;
+        pass.shared_grad =
+            shared_grad.defined() ? shared_grad.mutable_data_ptr<scalar_t>() : nullptr;
+        pass.shared_grad_stride = shared_grad.defined() ? shared_grad.stride(0) : 0;
+        pass.rows = operands.rows<A>(estimation);
+        pass.rows.loss = loss.mutable_data_ptr<A>();
+        pass.rows.grad_scores = want_gradient ? pass.scores : nullptr;
+        pass.rows.grad_loss = of_query.defined() ? of_query.const_data_ptr<A>() : nullptr;
+        pass.estimator = *estimation.estimator.row_loss;
+        launch(pass, scores);
+      });
+  if (wanted[0] && shared_width > 0) {
+    product_out_cuda(
+        grad_input, shared_grad.defined() ? shared_grad : scores.narrow(1, row_width, shared_width),
+        shared_rows, /*add=*/true);
+  }
+  return {loss, grad_input, wanted[1] ? buffer : buffer.new_empty({0, buffer.size(1)}), row_ids};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
+  m.impl("linear_candidate_loss_forward", linear_candidate_loss_forward_cuda);
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,389 @@
+#include "loss/linear_positives_loss.h"
+
+#include "op/autocast.h"
+#include "op/checks.h"
+#include "cpu/dtypes.h"
+#include "op/operators.h"
+#include "op/options.h"
+#include "cpu/products.h"
+#include "op/shape_checks.h"
+#include "op/slices.h"
+#include "estimator/logit_transform.h"
+#include "loss/reduction.h"
+#include "loss/several_positives.h"
+#include "op/find_op.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/logaddexp.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/softplus.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "linear_positives_loss"; // the operator that users call
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr int64_t kBlockBytes = 54 << 20; // bytes of logits per block
+
+ExactPositivesOptions check_arguments(const Tensor& input, const Tensor& weight,
+                                      const OptionalTensor& bias, const Tensor& positives,
+                                      const Tensor& shares, std::string_view text) {
+  const auto options = parse_options<ExactPositivesOptions>(kOp, text);
+  check_positives(kOp, options, std::nullopt, options.label_smoothing);
+  check_logits(kOp, options);
+  check_z_loss(kOp, options.z_loss);
+  const bool together = options.positives == "sum";
+  check::linear(kOp, input, weight, bias);
+  check::dim(kOp, "positives", positives, 2);
+  check::int64(kOp, "positives", positives);
+  check::size(kOp, "positives", positives, 0, input.sym_size(0), "the rows of input");
+  check::same_device(kOp, "positives", positives, "input", input);
+  TORCH_CHECK_VALUE(positives.sym_size(1) >= 1, kOp,
+                    ": expected at least one column of positives, got shape ",
+                    positives.sym_sizes());
+  check::dim(kOp, "shares", shares, 2);
+  check::dtype(kOp, "shares", shares, opmath_dtype(input.scalar_type()));
+  check::same_device(kOp, "shares", shares, "input", input);
+  check::size(kOp, "shares", shares, 0, input.sym_size(0), "the rows of input");
+  check::size(kOp, "shares", shares, 1, together ? c10::SymInt(1) : positives.sym_size(1),
+              together ? "one for all positives" : "the positives");
+  return options;
+}
+
+void check_grad(const Tensor& grad, const Tensor& input) {
+  check::dim(kOp, "grad", grad, 1);
+  check::floating(kOp, "grad", grad);
+  check::size(kOp, "grad", grad, 0, input.sym_size(0), "the rows of input");
+  check::same_device(kOp, "grad", grad, "input", input);
+}
+
+// The state of a block of queries that both passes compute.
+struct QueryBlock {
+  Tensor ids;        // [q, T] positives, with the first repeated in place of padding
+  Tensor counts;     // [q, T] bool: not padding
+  Tensor logits;     // [q, N] in opmath_type, -inf at the positives
+  Tensor derivative; // [q, N] derivative of logits with respect to scores; undefined: 1
+  Tensor each;       // [q, T] logits of the positives
+  Tensor score;      // `each`, or its logsumexp [q, 1]
+  Tensor normalizer; // [q, 1] logsumexp over the other classes
+
+  QueryBlock(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+             const Tensor& positives, const ExactPositivesOptions& options, bool wants_derivative)
+      : ids(at::where(positives.lt(0), positives.narrow(1, 0, 1), positives).clamp_min(0)),
+        counts(positives.ge(0)) {
+    const auto floats = input.options().dtype(opmath_dtype(input.scalar_type()));
+    logits = at::empty({input.size(0), weight.size(0)}, floats);
+    const bool rounds = multiplies_bfloat16(weight);
+    for_slices(logits, weight.size(0), [&](int64_t begin, int64_t size) {
+      Tensor of_slice = logits.narrow(1, begin, size);
+      multiply_in_parts(of_slice, input, weight.narrow(0, begin, size).t(), {.bfloat16 = rounds});
+      transform_products(of_slice,
+                         given(bias) ? OptionalTensor(bias->narrow(0, begin, size)) : std::nullopt,
+                         options);
+    });
+    if (wants_derivative && transforms(options)) {
+      derivative = transform_derivative(logits, options);
+    }
+    each = logits.gather(1, ids);
+    logits.scatter_(1, ids, -kInfinity);
+    normalizer = at::empty({input.size(0), 1}, floats);
+    for_slices(logits, input.size(0), [&](int64_t begin, int64_t size) {
+      normalizer.narrow(0, begin, size)
+          .copy_(at::logsumexp(logits.narrow(0, begin, size), 1, /*keepdim=*/true));
+    });
+    const Tensor padding = counts.logical_not().logical_and(counts.any(1, /*keepdim=*/true));
+    score = options.positives == "sum"
+        ? at::logsumexp(each.masked_fill(padding, -kInfinity), 1, /*keepdim=*/true)
+        : each;
+  }
+};
+
+// Calls task(begin, size) over blocks of queries.
+template <typename Task>
+void for_each_block(const Tensor& input, const Tensor& weight, const Task& task) {
+  const int64_t queries = input.size(0),
+                bytes = std::max<int64_t>(1, weight.size(0)) *
+      at::elementSize(opmath_dtype(input.scalar_type()));
+  const int64_t width = std::max<int64_t>(1, kBlockBytes / bytes);
+  for (int64_t begin = 0; begin < queries; begin += width) {
+    task(begin, std::min(width, queries - begin));
+  }
+}
+
+Tensor forward_any(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                   const Tensor& positives, const Tensor& shares, std::string_view text) {
+  const ExactPositivesOptions options =
+      check_arguments(input, weight, bias, positives, shares, text);
+  Tensor loss = at::zeros({input.size(0)}, shares.options());
+  for_each_block(input, weight, [&](int64_t begin, int64_t size) {
+    const QueryBlock block(input.narrow(0, begin, size), weight, bias,
+                           positives.narrow(0, begin, size), options, /*wants_derivative=*/false);
+    const Tensor share = shares.narrow(0, begin, size);
+    Tensor each = at::softplus(block.normalizer - block.score);
+    if (options.z_loss != 0) {
+      each = each + at::logaddexp(block.normalizer, block.score).square() * options.z_loss;
+    }
+    loss.narrow(0, begin, size).copy_(at::where(share.eq(0), 0.0, each * share).sum(1));
+  });
+  return loss;
+}
+
+PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                const OptionalTensor& bias, const Tensor& positives,
+                                const Tensor& shares, std::string_view text,
+                                std::array<bool, 3> mask) {
+  const ExactPositivesOptions options =
+      check_arguments(input, weight, bias, positives, shares, text);
+  check_grad(grad, input);
+  const bool together = options.positives == "sum";
+  const auto accumulates = shares.options();
+  const bool rounds = multiplies_bfloat16(weight);
+  Tensor grad_input = at::empty({mask[0] ? input.size(0) : 0, input.size(1)}, input.options());
+  Tensor grad_weight = at::zeros({mask[1] ? weight.size(0) : 0, weight.size(1)}, accumulates);
+  Tensor grad_bias = at::zeros({mask[2] ? weight.size(0) : 0}, accumulates);
+  for_each_block(input, weight, [&](int64_t begin, int64_t size) {
+    const Tensor rows = input.narrow(0, begin, size), share = shares.narrow(0, begin, size);
+    QueryBlock block(rows, weight, bias, positives.narrow(0, begin, size), options,
+                     /*wants_derivative=*/true);
+    const Tensor of_query = grad.narrow(0, begin, size).to(shares.scalar_type()).unsqueeze(1),
+                 nothing = share.eq(0).logical_or(of_query.eq(0));
+    // Share of the classes that are not positives.
+    const Tensor others = (block.normalizer - block.score).sigmoid();
+    // Gradient mass that moves from the positives to the other classes.
+    Tensor moved = at::where(nothing, 0.0, of_query * share * others);
+    Tensor total = moved.sum(1, /*keepdim=*/true), still = total.eq(0), unmoved = still;
+    if (options.z_loss != 0) {
+      const Tensor pull =
+          of_query * share * at::logaddexp(block.normalizer, block.score) * (2 * options.z_loss);
+      total = total + at::where(nothing, 0.0, pull * others).sum(1, /*keepdim=*/true);
+      moved = moved - at::where(nothing, 0.0, pull * (1 - others));
+      still = nothing.all(1, /*keepdim=*/true);
+      unmoved = total.eq(0);
+    }
+    // The gradient overwrites the logits; it is 0 for a query without a finite normaliser.
+    Tensor& gradient = block.logits;
+    for_slices(gradient, size, [&](int64_t first, int64_t count) {
+      Tensor part = gradient.narrow(0, first, count);
+      part.sub_(block.normalizer.narrow(0, first, count))
+          .exp_()
+          .mul_(total.narrow(0, first, count))
+          .masked_fill_(unmoved.narrow(0, first, count), 0);
+    });
+    const Tensor of_positives = together ? moved * (block.each - block.score).exp() : moved;
+    // Padding has the id of the first positive and must write the same value.
+    gradient.scatter_(1, block.ids,
+                      -at::where(block.counts, of_positives,
+                                 at::where(still, 0.0, of_positives.narrow(1, 0, 1))));
+    if (block.derivative.defined()) {
+      gradient.mul_(block.derivative.masked_fill_(still, 0));
+    }
+    const Tensor counted = rows.masked_fill(still, 0); // an ignored query may hold NaN
+    // The partial sums of the gradient of the queries, one per slice of classes.
+    const Tensor parts = at::zeros({mask[0] ? kSlices : 0, size, input.size(1)}, accumulates);
+    for_slices(gradient, weight.size(0), [&](int64_t first, int64_t count) {
+      const Tensor of_classes = gradient.narrow(1, first, count);
+      const Tensor product = rounded_coefficients(of_classes, weight);
+      if (mask[0]) {
+        multiply_in_parts(parts.select(0, first / slice_width(weight.size(0))), product,
+                          weight.narrow(0, first, count), {.bfloat16 = rounds});
+      }
+      if (mask[1]) {
+        multiply_in_parts(grad_weight.narrow(0, first, count), product.t(), counted,
+                          {.add = true, .bfloat16 = rounds});
+      }
+      if (mask[2]) {
+        grad_bias.narrow(0, first, count).add_(of_classes.sum(0));
+      }
+    });
+    if (mask[0]) {
+      grad_input.narrow(0, begin, size).copy_(parts.sum(0));
+    }
+  });
+  return {grad_input, grad_weight.to(weight.scalar_type()), grad_bias.to(weight.scalar_type())};
+}
+
+// Checks the ids also, which only the CPU can read.
+Tensor forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                   const Tensor& positives, const Tensor& shares, std::string_view text) {
+  check_arguments(input, weight, bias, positives, shares, text);
+  check::class_ids(kOp, "positives", positives, weight.size(0), -1);
+  return forward_any(input, weight, bias, positives, shares, text);
+}
+
+PositivesGradients backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                const OptionalTensor& bias, const Tensor& positives,
+                                const Tensor& shares, std::string_view text,
+                                std::array<bool, 3> mask) {
+  check_arguments(input, weight, bias, positives, shares, text);
+  check::class_ids(kOp, "positives", positives, weight.size(0), -1);
+  return backward_any(grad, input, weight, bias, positives, shares, text, mask);
+}
+
+Tensor forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                    const Tensor& positives, const Tensor& shares, std::string_view text) {
+  check_arguments(input, weight, bias, positives, shares, text);
+  return at::empty_symint({input.sym_size(0)}, shares.options());
+}
+
+PositivesGradients backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                 const OptionalTensor& bias, const Tensor& positives,
+                                 const Tensor& shares, std::string_view text,
+                                 std::array<bool, 3> mask) {
+  check_arguments(input, weight, bias, positives, shares, text);
+  check_grad(grad, input);
+  const c10::SymInt none(0);
+  return {
+      at::empty_symint({mask[0] ? input.sym_size(0) : none, input.sym_size(1)}, input.options()),
+      at::empty_symint({mask[1] ? weight.sym_size(0) : none, weight.sym_size(1)}, weight.options()),
+      at::empty_symint({mask[2] ? weight.sym_size(0) : none}, weight.options())};
+}
+
+Tensor call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                    const Tensor& positives, const Tensor& shares, std::string_view text) {
+  static const auto op = find_op<decltype(forward_any)>("xsoftmax::positives_cross_entropy");
+  return op.call(input, weight, bias, positives, shares, text);
+}
+
+PositivesGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                 const OptionalTensor& bias, const Tensor& positives,
+                                 const Tensor& shares, std::string_view text,
+                                 std::array<bool, 3> mask) {
+  static const auto op =
+      find_op<decltype(backward_any)>("xsoftmax::positives_cross_entropy_backward");
+  return op.call(grad, input, weight, bias, positives, shares, text, mask);
+}
+
+class PositivesCrossEntropy : public torch::autograd::Function<PositivesCrossEntropy> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input,
+                        const Tensor& weight, const OptionalTensor& bias, const Tensor& positives,
+                        const Tensor& shares, std::string_view text) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), positives, shares});
+    ctx->saved_data["options"] = std::string(text);
+    return call_forward(input, weight, bias, positives, shares, text);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
+                                     saved[2].defined() && ctx->needs_input_grad(2)};
+    const auto [grad_input, grad_weight, grad_bias] =
+        call_backward(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], saved[4],
+                      ctx->saved_data["options"].toStringRef(), wanted);
+    return {wanted[0] ? grad_input : Tensor(),
+            wanted[1] ? grad_weight : Tensor(),
+            wanted[2] ? grad_bias : Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor()};
+  }
+};
+
+Tensor forward_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        const Tensor& positives, const Tensor& shares, std::string_view text) {
+  check::given_tensors(
+      kOp,
+      {{"input", &input}, {"weight", &weight}, {"positives", &positives}, {"shares", &shares}});
+  return PositivesCrossEntropy::apply(input, weight, bias, positives, shares, text);
+}
+
+Tensor loss_op(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+               const Tensor& target, const OptionalTensor& class_weight, std::string_view options) {
+  return linear_positives_loss(input, weight, bias, target, class_weight,
+                               parse_options<ExactPositivesOptions>(kOp, options));
+}
+
+// Products run in the autocast dtype, as in linear_cross_entropy.
+Tensor forward_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        const Tensor& positives, const Tensor& shares, std::string_view text) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const CastOperands cast(input, weight, bias);
+  return call_forward(cast.input, cast.weight, cast.bias, positives, shares, text);
+}
+
+} // namespace
+
+Tensor linear_positives_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             const Tensor& target, const OptionalTensor& class_weight,
+                             const ExactPositivesOptions& options) {
+  check_batch(kOp, input, target, weight, options.ignore_index);
+  TORCH_CHECK_VALUE(target.dim() == input.dim(), kOp,
+                    ": expected target of shape [*, T] beside input of shape ", input.sym_sizes(),
+                    ", got ", target.sym_sizes());
+  check_class_weight(kOp, class_weight, weight.sym_size(0), target);
+  check_positives(kOp, options, class_weight, options.label_smoothing);
+  Tensor some = target;
+  if (!has_several(input, some, options.ignore_index)) {
+    some = some.unsqueeze(-1);
+  }
+  const Tensor positives = distinct_positives(some, options.ignore_index);
+  const Tensor shares =
+      positive_shares(positives, options, class_weight, opmath_dtype(input.scalar_type()));
+  const Tensor queries = input.reshape_symint({positives.sym_size(0), input.sym_size(-1)});
+  const Tensor loss = call_forward(mask_ignored_rows(queries, positives.select(1, 0), -1), weight,
+                                   bias, positives, shares, text_of(options));
+  return reduced_positives(kOp, loss, shares, options.reduction,
+                           target.sym_sizes().slice(0, target.dim() - 1));
+}
+
+XSOFTMAX_OPERATORS(m) {
+  m.def(
+      "linear_positives_loss(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? "
+      "class_weight=None, str options=\"\") -> Tensor",
+      loss_op);
+  m.def(
+      "positives_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor positives, Tensor "
+      "shares, str options) -> Tensor");
+  m.def(
+      "positives_cross_entropy_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, "
+      "Tensor positives, Tensor shares, str options, "
+      "bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("positives_cross_entropy", forward_any);
+  m.impl("positives_cross_entropy_backward", backward_any);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+  m.impl("positives_cross_entropy", forward_cpu);
+  m.impl("positives_cross_entropy_backward", backward_cpu);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("positives_cross_entropy", forward_meta);
+  m.impl("positives_cross_entropy_backward", backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
+  m.impl("positives_cross_entropy", forward_autograd);
+  m.impl("positives_cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+  m.impl("positives_cross_entropy", forward_autocast);
+  below_autocast(m, {"positives_cross_entropy_backward"});
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+  m.impl("positives_cross_entropy", forward_autocast);
+  below_autocast(m, {"positives_cross_entropy_backward"});
+}
+
+} // namespace xsoftmax

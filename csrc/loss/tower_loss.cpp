@@ -1,0 +1,518 @@
+#include "loss/tower_loss.h"
+
+#include "op/autocast.h"
+#include "op/checks.h"
+#include "cpu/dtypes.h"
+#include "op/operators.h"
+#include "op/options.h"
+#include "table/scale_gradient.h"
+#include "op/shape_checks.h"
+#include "estimator/candidate_loss.h"
+#include "loss/reduction.h"
+#include "xsoftmax/ops.h"
+#include "op/find_op.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Reduction.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/expm1.h>
+#include <ATen/ops/log1p.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <cmath>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "tower_loss"; // the operator that users call
+
+void check_vectors(const char* name, const Tensor& vectors, int64_t dim, const Tensor& query) {
+  check::dim(kOp, name, vectors, dim);
+  check::same_dtype(kOp, name, vectors, "query", query);
+  check::same_device(kOp, name, vectors, "query", query);
+  check::size(kOp, name, vectors, dim - 1, query.sym_size(1), "the width of query");
+  if (dim == 3 || std::string_view(name) == "target_vector") {
+    check::size(kOp, name, vectors, 0, query.sym_size(0), "the queries");
+  }
+}
+
+TowerState forward_any(const Tensor& query, const Tensor& target_vector, const Tensor& target,
+                       const OptionalTensor& vectors, const OptionalTensor& private_vectors,
+                       const OptionalTensors& candidates, at::IntArrayRef distinct,
+                       const Tensor& grad, std::string_view options, GradientMask wanted) {
+  return tower_loss_forward_reference(
+      {query, target_vector, target, vectors, private_vectors, candidates, distinct, options}, grad,
+      wanted);
+}
+
+TowerState forward_meta(const Tensor& query, const Tensor& target_vector, const Tensor& target,
+                        const OptionalTensor& vectors, const OptionalTensor& private_vectors,
+                        const OptionalTensors& candidates, at::IntArrayRef distinct,
+                        const Tensor& grad, std::string_view options, GradientMask wanted) {
+  const TowerArguments checked(query, target_vector, target, vectors, private_vectors, candidates,
+                               distinct, options);
+  check_tower_grad(grad, query);
+  const auto gradient = [&](const OptionalTensor& of, bool is_wanted) {
+    std::vector<c10::SymInt> shape =
+        given(of) ? of->sym_sizes().vec() : std::vector<c10::SymInt>{0, query.sym_size(1)};
+    shape[0] = is_wanted && given(of) ? shape[0] : c10::SymInt(0);
+    return at::empty_symint(shape, query.options());
+  };
+  return {at::empty_symint({query.sym_size(0)},
+                           query.options().dtype(opmath_dtype(query.scalar_type()))),
+          gradient(query, wanted[0]), gradient(target_vector, wanted[1]),
+          gradient(vectors, wanted[2]), gradient(private_vectors, wanted[3])};
+}
+
+TowerState call_forward(const Tensor& query, const Tensor& target_vector, const Tensor& target,
+                        const OptionalTensor& vectors, const OptionalTensor& private_vectors,
+                        const OptionalTensors& candidates, at::IntArrayRef distinct,
+                        const Tensor& grad, std::string_view options, GradientMask wanted) {
+  static const auto op = find_op<decltype(forward_any)>("xsoftmax::tower_loss_forward");
+  return op.call(query, target_vector, target, vectors, private_vectors, candidates, distinct, grad,
+                 options, wanted);
+}
+
+// Returns the losses of the queries [Q].
+Tensor losses_any(const Tensor& query, const Tensor& target_vector, const Tensor& target,
+                  const OptionalTensor& vectors, const OptionalTensor& private_vectors,
+                  const OptionalTensors& candidates, at::IntArrayRef distinct,
+                  std::string_view options) {
+  check::dim(kOp, "query", query, 2);
+  return std::get<0>(
+      call_forward(query, target_vector, target, vectors, private_vectors, candidates, distinct,
+                   at::ones_symint({query.sym_size(0)},
+                                   query.options().dtype(opmath_dtype(query.scalar_type()))),
+                   options, {}));
+}
+
+// Returns (loss * factor).sum(). factor has no gradient.
+Tensor weighted_any(const Tensor& query, const Tensor& target_vector, const Tensor& target,
+                    const OptionalTensor& vectors, const OptionalTensor& private_vectors,
+                    const OptionalTensors& candidates, at::IntArrayRef distinct,
+                    const Tensor& factor, std::string_view options) {
+  return std::get<0>(call_forward(query, target_vector, target, vectors, private_vectors,
+                                  candidates, distinct, factor, options, {}))
+      .sum();
+}
+
+GradientMask wants(const Tensor& query, const Tensor& target_vector, const OptionalTensor& vectors,
+                   const OptionalTensor& private_vectors) {
+  const auto of = [](const OptionalTensor& tensor) {
+    return given(tensor) && tensor->requires_grad();
+  };
+  return {query.requires_grad(), target_vector.requires_grad(), of(vectors), of(private_vectors)};
+}
+
+OptionalTensors columns_from(const torch::autograd::variable_list& saved, size_t first) {
+  OptionalTensors columns;
+  for (size_t i = first; i < saved.size(); ++i) {
+    columns.push_back(optional(saved[i]));
+  }
+  return columns;
+}
+
+// Returns whether a backward pass needs the gradients of query, target_vector, vectors and
+// private_vectors. Autograd numbers only the tensors that are present, including targets.
+GradientMask wants(const torch::autograd::AutogradContext& ctx, bool has_vectors,
+                   bool has_private) {
+  return {ctx.needs_input_grad(0), ctx.needs_input_grad(1), has_vectors && ctx.needs_input_grad(3),
+          has_private && ctx.needs_input_grad(has_vectors ? 4 : 3)};
+}
+
+class WeightedTowerLoss : public torch::autograd::Function<WeightedTowerLoss> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& query,
+                        const Tensor& target_vector, const Tensor& target,
+                        const OptionalTensor& vectors, const OptionalTensor& private_vectors,
+                        const OptionalTensors& candidates, at::IntArrayRef distinct,
+                        const Tensor& factor, std::string_view options) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [loss, of_query, of_target, of_vectors, of_private] =
+        call_forward(query, target_vector, target, vectors, private_vectors, candidates, distinct,
+                     factor, options, wants(query, target_vector, vectors, private_vectors));
+    ctx->save_for_backward({of_query, of_target, of_vectors, of_private, query, target_vector,
+                            vectors.value_or(Tensor()), private_vectors.value_or(Tensor())});
+    return loss.sum();
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    torch::autograd::variable_list result(9);
+    constexpr std::array<size_t, 4> places{0, 1, 3, 4};
+    const GradientMask wanted = wants(*ctx, saved[6].defined(), saved[7].defined());
+    for (size_t i = 0; i < 4; ++i) {
+      if (wanted[i]) {
+        result[places[i]] = scale_gradient(saved[i], grads[0], saved[4 + i]);
+      }
+    }
+    return result;
+  }
+};
+
+class TowerLosses : public torch::autograd::Function<TowerLosses> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& query,
+                        const Tensor& target_vector, const Tensor& target,
+                        const OptionalTensor& vectors, const OptionalTensor& private_vectors,
+                        const OptionalTensors& candidates, at::IntArrayRef distinct,
+                        std::string_view options) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    torch::autograd::variable_list saved{query, target_vector, target, vectors.value_or(Tensor()),
+                                         private_vectors.value_or(Tensor())};
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      saved.push_back(std::optional<Tensor>(candidates.get(i)).value_or(Tensor()));
+    }
+    ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["distinct"] = distinct.vec();
+    ctx->saved_data["options"] = std::string(options);
+    return losses_any(query, target_vector, target, vectors, private_vectors, candidates, distinct,
+                      options);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const GradientMask wanted = wants(*ctx, saved[3].defined(), saved[4].defined());
+    const auto [loss, of_query, of_target, of_vectors, of_private] =
+        call_forward(saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]),
+                     columns_from(saved, 5), ctx->saved_data["distinct"].toIntVector(), grads[0],
+                     ctx->saved_data["options"].toStringRef(), wanted);
+    return {wanted[0] ? of_query : Tensor(),
+            wanted[1] ? of_target : Tensor(),
+            Tensor(),
+            wanted[2] ? of_vectors : Tensor(),
+            wanted[3] ? of_private : Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor()};
+  }
+};
+
+Tensor losses_autograd(const Tensor& query, const Tensor& target_vector, const Tensor& target,
+                       const OptionalTensor& vectors, const OptionalTensor& private_vectors,
+                       const OptionalTensors& candidates, at::IntArrayRef distinct,
+                       std::string_view options) {
+  check::given_tensors(kOp,
+                       {{"query", &query}, {"target_vector", &target_vector}, {"target", &target}});
+  return TowerLosses::apply(query, target_vector, target, vectors, private_vectors, candidates,
+                            distinct, options);
+}
+
+Tensor weighted_autograd(const Tensor& query, const Tensor& target_vector, const Tensor& target,
+                         const OptionalTensor& vectors, const OptionalTensor& private_vectors,
+                         const OptionalTensors& candidates, at::IntArrayRef distinct,
+                         const Tensor& factor, std::string_view options) {
+  check::given_tensors(kOp,
+                       {{"query", &query},
+                        {"target_vector", &target_vector},
+                        {"target", &target},
+                        {"factor", &factor}});
+  return WeightedTowerLoss::apply(query, target_vector, target, vectors, private_vectors,
+                                  candidates, distinct, factor, options);
+}
+
+Tensor known_ids_cpu(const Tensor& ids, int64_t num_ids, std::string owner, std::string argument,
+                     bool has_num_items) {
+  check::int64(owner.c_str(), argument.c_str(), ids);
+  if (num_ids > 0) {
+    try {
+      check::class_ids(owner.c_str(), argument.c_str(), ids, num_ids);
+    } catch (const c10::IndexError& error) {
+      TORCH_CHECK_INDEX(false, error.what_without_backtrace(), ": make the loss with ",
+                        has_num_items ? "num_items=None" : "counts=StreamingCounts(None)",
+                        " for ids of any size, or call resize_classes(num_items)");
+    }
+  }
+  return ids.clone();
+}
+
+// Concatenates the vectors of the sets of one kind in column order. Casts them, because the dtypes
+// of towers and memory may differ.
+OptionalTensor joined_vectors(const Proposal& sets, at::TensorList vectors, int64_t dim,
+                              at::ScalarType dtype) {
+  std::vector<Tensor> parts;
+  for (const bool distinct : {true, false}) {
+    for (size_t k = 0; k < sets.size(); ++k) {
+      if (sets[k].ids.dim() == dim - 1 && sets[k].distinct == distinct) {
+        check::dim(kOp, "vectors of a set", vectors[k], dim);
+        parts.push_back(vectors[k].to(dtype));
+      }
+    }
+  }
+  return parts.empty() ? std::nullopt
+                       : OptionalTensor(parts.size() == 1 ? parts[0] : at::cat(parts, dim - 2));
+}
+
+Tensor tower_loss_op(const Tensor& query, const Tensor& target_vector, const Tensor& target,
+                     at::TensorList vectors, at::TensorList ids, at::TensorList log_count,
+                     const OptionalTensors& target_log_count, const c10::List<bool>& distinct,
+                     const OptionalTensor& weight, std::string_view options) {
+  return tower_loss(query, target_vector, target, vectors,
+                    make_proposal(kOp, ids, log_count, target_log_count, distinct),
+                    parse_options<TowerOptions>(kOp, options), weight);
+}
+
+} // namespace
+
+Tensor tower_loss(const Tensor& query, const Tensor& target_vector, const Tensor& target,
+                  at::TensorList set_vectors, const Proposal& sets, const TowerOptions& options,
+                  const OptionalTensor& weight) {
+  check::given_tensors(kOp,
+                       {{"query", &query}, {"target_vector", &target_vector}, {"target", &target}});
+  const int64_t reduction = reduction_code(kOp, options.reduction);
+  const EstimatorOptions& estimator = options;
+  const std::string inner = text_of(estimator);
+  check::dim(kOp, "query", query, 2);
+  check::floating(kOp, "query", query);
+  TORCH_CHECK_VALUE(set_vectors.size() == sets.size(), kOp, ": expected vectors of each of ",
+                    sets.size(), " sets, got ", set_vectors.size());
+  const Candidates columns =
+      lay_out(sets, query.sym_size(0), find_estimator(kOp, options.estimator).traits);
+  const OptionalTensors candidates = columns.tensors();
+  const auto distinct = columns.distinct();
+  const Tensor of_target = target_vector.to(query.scalar_type());
+  const OptionalTensor all = joined_vectors(sets, set_vectors, 2, query.scalar_type()),
+                       each = joined_vectors(sets, set_vectors, 3, query.scalar_type());
+  const auto dtype = opmath_dtype(query.scalar_type());
+  check_tower_weight(kOp, weight, query);
+  const Tensor shares = given(weight)
+      ? weight->detach().to(dtype)
+      : at::ones_symint({query.sym_size(0)}, query.options().dtype(dtype).requires_grad(false));
+  // For a mean over an empty batch the weighted sum below would be 0 instead of NaN.
+  if (reduction == at::Reduction::None || dtype != query.scalar_type() ||
+      (reduction == at::Reduction::Mean && query.sym_size(0) == 0)) {
+    static const auto op = find_op<decltype(losses_any)>("xsoftmax::tower_losses");
+    const Tensor loss =
+        op.call(query, of_target, target, all, each, candidates, distinct, inner) * shares;
+    return reduction == at::Reduction::None ? loss
+        : reduction == at::Reduction::Sum   ? loss.sum()
+                                            : loss.sum() / shares.sum();
+  }
+  const Tensor factor = reduction == at::Reduction::Mean ? shares / shares.sum() : shares;
+  static const auto op = find_op<decltype(weighted_any)>("xsoftmax::weighted_tower_loss");
+  return op.call(query, of_target, target, all, each, candidates, distinct, factor, inner);
+}
+
+void check_tower_weight(const char* op, const OptionalTensor& weight, const Tensor& query) {
+  if (given(weight)) {
+    check::floating(op, "weight", *weight);
+    check::dim(op, "weight", *weight, 1);
+    check::size(op, "weight", *weight, 0, query.sym_size(0), "the queries");
+    check::same_device(op, "weight", *weight, "query", query);
+  }
+}
+
+TowerArguments::TowerArguments(const Tensor& query, const Tensor& target_vector,
+                               const Tensor& target, const OptionalTensor& vectors,
+                               const OptionalTensor& private_vectors,
+                               const OptionalTensors& columns, at::IntArrayRef distinct,
+                               std::string_view text)
+    : query(query), target_vector(target_vector), target(target), vectors(vectors),
+      private_vectors(private_vectors), candidates(kOp, columns, distinct),
+      options(parse_options<EstimatorOptions>(kOp, text)),
+      estimator(find_estimator(kOp, options.estimator)) {
+  check::dim(kOp, "query", query, 2);
+  check::floating(kOp, "query", query);
+  check_vectors("target_vector", target_vector, 2, query);
+  const auto check_candidate_vectors = [&](const char* name, const OptionalTensor& of,
+                                           const char* ids_name, const OptionalTensor& ids,
+                                           int64_t dim) {
+    TORCH_CHECK_VALUE(given(of) == given(ids), kOp, ": expected ", name, " and ", ids_name,
+                      ", or neither, got one");
+    if (given(of)) {
+      check_vectors(name, *of, dim, query);
+      check::size(kOp, name, *of, dim - 2, ids->sym_size(-1), ids_name);
+    }
+  };
+  check_candidates(kOp, "query", query, target, candidates, options);
+  check_candidate_vectors("vectors", vectors, "shared_ids", candidates.shared_ids, 2);
+  check_candidate_vectors("private_vectors", private_vectors, "private_ids", candidates.private_ids,
+                          3);
+  TORCH_CHECK_VALUE(estimator.has_kernels(), kOp, ": expected an estimator of the library, got \"",
+                    estimator.name, "\"");
+}
+
+void check_tower_grad(const Tensor& grad, const Tensor& query) {
+  check::dim(kOp, "grad", grad, 1);
+  check::dtype(kOp, "grad", grad, opmath_dtype(query.scalar_type()));
+  check::size(kOp, "grad", grad, 0, query.sym_size(0), "the queries");
+  check::same_device(kOp, "grad", grad, "query", query);
+}
+
+TowerState tower_loss_forward_reference(const TowerArguments& arguments, const Tensor& grad,
+                                        GradientMask wanted) {
+  const auto& [query, target_vector, target, vectors, private_vectors, candidates, options,
+               estimator] = arguments;
+  check_tower_grad(grad, query);
+  const auto dtype = opmath_dtype(query.scalar_type());
+  const Tensor q = query.to(dtype), t = target_vector.to(dtype);
+  const Tensor v = given(vectors) ? vectors->to(dtype) : q.new_empty({0, q.size(1)});
+  const Tensor p =
+      given(private_vectors) ? private_vectors->to(dtype) : q.new_empty({q.size(0), 0, q.size(1)});
+  const Tensor scores =
+      at::cat({(q * t).sum(1, true), at::bmm(p, q.unsqueeze(2)).squeeze(2), at::mm(q, v.t())}, 1);
+  const Tensor of_query = estimator_loss(scores, target, candidates, options),
+               shares = grad.to(of_query.scalar_type());
+  // A query of weight 0 may have a loss of NaN.
+  const Tensor loss = at::where(shares.eq(0), 0.0, of_query * shares);
+  const auto none = [&](const OptionalTensor& of) {
+    std::vector<int64_t> shape = given(of) ? of->sizes().vec() : std::vector<int64_t>{0, q.size(1)};
+    shape[0] = 0;
+    return at::empty(shape, query.options());
+  };
+  TowerState result{loss, none(query), none(target_vector), none(vectors), none(private_vectors)};
+  if (wanted == GradientMask{}) {
+    return result;
+  }
+  const Tensor gradient = estimator_loss_backward(grad, scores, target, candidates, options);
+  const Tensor of_target = gradient.narrow(1, 0, 1), of_private = gradient.narrow(1, 1, p.size(1)),
+               of_all = gradient.narrow(1, 1 + p.size(1), v.size(0));
+  const auto as_query = [&](const Tensor& of) { return of.to(query.scalar_type()); };
+  if (wanted[0]) {
+    std::get<1>(result) = as_query(of_target * t + at::bmm(of_private.unsqueeze(1), p).squeeze(1) +
+                                   at::mm(of_all, v));
+  }
+  if (wanted[1]) {
+    std::get<2>(result) = as_query(of_target * q);
+  }
+  if (wanted[2]) {
+    std::get<3>(result) = as_query(at::mm(of_all.t(), q));
+  }
+  if (wanted[3]) {
+    std::get<4>(result) = as_query(of_private.unsqueeze(2) * q.unsqueeze(1));
+  }
+  return result;
+}
+
+Tensor known_ids(const Tensor& ids, int64_t num_ids, std::string owner, std::string argument,
+                 bool has_num_items) {
+  check::int64(owner.c_str(), argument.c_str(), ids);
+  return ids.clone();
+}
+
+Tensor first_occurrences(const Tensor& ids) {
+  constexpr const char* op = "first_occurrences";
+  TORCH_CHECK_VALUE(ids.dim() >= 1, op, ": expected ids with at least 1 dimension, got none");
+  check::int64(op, "ids", ids);
+  if (ids.sym_size(-1) == 0) {
+    return ids.to(at::kBool);
+  }
+  const auto [ordered, order] = ids.sort(/*stable=*/true, /*dim=*/-1, /*descending=*/false);
+  const c10::SymInt others = ids.sym_size(-1) - 1;
+  const Tensor changes =
+      ordered.narrow_symint(-1, 1, others).ne(ordered.narrow_symint(-1, 0, others));
+  const Tensor first = at::cat({at::ones_like(ordered.narrow(-1, 0, 1), at::kBool), changes}, -1);
+  return at::empty_like(first).scatter(-1, order, first);
+}
+
+Tensor listed(const Tensor& ids, const Tensor& lists) {
+  constexpr const char* op = "listed";
+  check::int64(op, "ids", ids);
+  check::int64(op, "lists", lists);
+  check::dim(op, "lists", lists, 2);
+  TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() == 2 && ids.sym_size(0) == lists.sym_size(0)), op,
+                    ": expected ids of shape [M], or [", lists.sym_size(0),
+                    ", M], a row for each list, got ", ids.sym_sizes());
+  check::same_device(op, "lists", lists, "ids", ids);
+  const Tensor asked = ids.dim() == 2
+      ? ids.contiguous()
+      : ids.expand_symint({lists.sym_size(0), ids.sym_size(0)}).contiguous();
+  if (lists.sym_size(1) == 0) {
+    return at::zeros_like(asked, at::kBool);
+  }
+  const Tensor ordered = std::get<0>(lists.sort(1));
+  return ordered.gather(1, at::searchsorted(ordered, asked).clamp_max(lists.sym_size(1) - 1))
+      .eq(asked);
+}
+
+Tensor inclusion_log_count(const Tensor& log_prob, const Tensor& draws, int64_t uniform_draws,
+                           int64_t num_ids) {
+  constexpr const char* op = "inclusion_log_count";
+  check::floating(op, "log_prob", log_prob);
+  check::dim(op, "draws", draws, 0);
+  check::same_device(op, "draws", draws, "log_prob", log_prob);
+  TORCH_CHECK_VALUE(uniform_draws >= 0 && (uniform_draws == 0 || num_ids >= 1), op,
+                    ": expected uniform_draws of at least 0, and num_ids of at least 1 beside "
+                    "some, got ",
+                    uniform_draws, " and ", num_ids);
+  const double uniform =
+      uniform_draws == 0 ? 0 : double(uniform_draws) * std::log1p(-1.0 / double(num_ids));
+  const Tensor number = draws.to(at::kDouble),
+               missed = at::log1p(-log_prob.to(at::kDouble).exp().clamp_max(1));
+  return (-at::expm1(at::where(number.gt(0), number * missed, 0.0) + uniform)).log().to(at::kFloat);
+}
+
+XSOFTMAX_OPERATORS(m) {
+  const std::string arguments =
+      "Tensor query, Tensor target_vector, Tensor target, Tensor? vectors, Tensor? "
+      "private_vectors, Tensor?[] candidates, "
+      "int[] distinct";
+  m.def((std::string(
+             "tower_loss(Tensor query, Tensor target_vector, Tensor target, Tensor[] vectors, ") +
+         kProposalSchema + ", Tensor? weight=None, str options=\"\") -> Tensor")
+            .c_str(),
+        tower_loss_op);
+  m.def(("tower_losses(" + arguments + ", str options=\"\") -> Tensor").c_str());
+  m.def(("weighted_tower_loss(" + arguments + ", Tensor factor, str options=\"\") -> Tensor")
+            .c_str());
+  m.def(("tower_loss_forward(" + arguments +
+         ", Tensor grad, str options, bool[4] wanted) -> "
+         "(Tensor loss, Tensor grad_query, Tensor grad_target_vector, Tensor grad_vectors, Tensor "
+         "grad_private_vectors)")
+            .c_str());
+  m.def(
+      "known_ids(Tensor ids, int num_ids, str owner, str argument, bool has_num_items=True) -> "
+      "Tensor");
+  m.def("first_occurrences(Tensor ids) -> Tensor", first_occurrences);
+  m.def("listed(Tensor ids, Tensor lists) -> Tensor", listed);
+  m.def(
+      "inclusion_log_count(Tensor log_prob, Tensor draws, int uniform_draws, int num_ids) -> "
+      "Tensor",
+      inclusion_log_count);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("tower_losses", losses_any);
+  m.impl("weighted_tower_loss", weighted_any);
+  m.impl("tower_loss_forward", forward_any);
+  m.impl("known_ids", known_ids);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("known_ids", known_ids_cpu); }
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("tower_loss_forward", forward_meta);
+  m.impl("known_ids", known_ids);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
+  m.impl("tower_losses", losses_autograd);
+  m.impl("weighted_tower_loss", weighted_autograd);
+  m.impl("tower_loss_forward", torch::autograd::autogradNotImplementedFallback());
+}
+
+// Autocast is not applied: the towers already return its dtypes, and the products here are few.
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+  below_autocast(m, {"tower_losses", "weighted_tower_loss", "tower_loss_forward"});
+}
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+  below_autocast(m, {"tower_losses", "weighted_tower_loss", "tower_loss_forward"});
+}
+
+} // namespace xsoftmax

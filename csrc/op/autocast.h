@@ -1,0 +1,45 @@
+#pragma once
+
+#include "op/optional.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <initializer_list>
+
+namespace xsoftmax {
+
+/// Runs an op with autocast disabled, so that its arguments keep their dtypes. This is the autocast
+/// kernel of inner ops, whose outer op has already chosen the dtypes, and of backward ops, which
+/// may also run inside an autocast region, where products of float32 gradients would be computed in
+/// lower precision.
+inline void below_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  op.callBoxed(stack);
+}
+
+/// Registers below_autocast for several ops, in a TORCH_LIBRARY_IMPL block of an autocast key.
+inline void below_autocast(torch::Library& library, std::initializer_list<const char*> ops) {
+  for (const char* op : ops) {
+    library.impl(op, torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  }
+}
+
+/// The operands of a product with a class table, cast to the autocast dtype as F.linear does. Sums
+/// stay in float32.
+struct CastOperands {
+  at::Tensor input, weight;
+  OptionalTensor bias;
+
+  CastOperands(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias) {
+    const auto device = input.device().type();
+    const auto dtype = at::autocast::get_autocast_dtype(device);
+    this->input = at::autocast::cached_cast(dtype, input, device);
+    this->weight = at::autocast::cached_cast(dtype, weight, device);
+    this->bias =
+        given(bias) ? OptionalTensor(at::autocast::cached_cast(dtype, *bias, device)) : bias;
+  }
+};
+
+} // namespace xsoftmax

@@ -1,0 +1,168 @@
+#include "table/files/draft_folder.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cerrno>
+#include <string_view>
+#include <system_error>
+
+#include <fcntl.h>
+#include <stdio.h> // renameat2
+#include <sys/file.h>
+#include <unistd.h>
+
+namespace xsoftmax {
+namespace {
+
+namespace fs = std::filesystem;
+
+FileHandle open_folder(const fs::path& path) {
+  return FileHandle(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+}
+
+bool lock(const FileHandle& folder) { return flock(folder.number(), LOCK_EX | LOCK_NB) == 0; }
+
+/// Returns whether the path still names the open folder.
+bool names(const fs::path& path, const FileHandle& folder) {
+  struct stat named, open;
+  return lstat(path.c_str(), &named) == 0 && fstat(folder.number(), &open) == 0 &&
+      named.st_dev == open.st_dev && named.st_ino == open.st_ino;
+}
+
+/// Returns whether a name is that of a draft of the target: "<target>.<process>.<number>.draft",
+/// optionally followed by ".old".
+bool is_draft(std::string_view name, std::string_view target) {
+  const auto skip = [&](std::string_view expected) {
+    const bool found = name.starts_with(expected);
+    name.remove_prefix(found ? expected.size() : 0);
+    return found;
+  };
+  const auto skip_number = [&] {
+    const auto end = std::find_if(name.begin(), name.end(),
+                                  [](unsigned char c) { return std::isdigit(c) == 0; });
+    const bool found = end != name.begin();
+    name.remove_prefix(size_t(end - name.begin()));
+    return found;
+  };
+  return skip(target) && skip(".") && skip_number() && skip(".") && skip_number() &&
+      skip(".draft") && (name.empty() || name == ".old");
+}
+
+void sync_folder(const char* op, const fs::path& path) {
+  const FileHandle folder(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  TORCH_CHECK(folder.number() >= 0 && fsync(folder.number()) == 0, op, ": cannot write ", path,
+              ": ", system_error());
+}
+
+fs::path parent_of(const fs::path& path) { return fs::absolute(path).parent_path(); }
+
+} // namespace
+
+DraftFolder::DraftFolder(const char* op, fs::path target, std::vector<std::string> files)
+    : op_(op), target_(std::move(target)), files_(std::move(files)), lock_(-1) {
+  if (fs::exists(target_)) { // if it is missing, a draft may be the only copy: see publish()
+    remove_abandoned();
+  }
+  for (int number = 0;; ++number) {
+    path_ =
+        target_.string() + "." + std::to_string(getpid()) + "." + std::to_string(number) + ".draft";
+    if (mkdir(path_.c_str(), 0777) != 0) { // not mkdtemp, which gives access to the owner only
+      TORCH_CHECK(errno == EEXIST, op_, ": cannot make a folder beside ", target_, ": ",
+                  system_error());
+      continue;
+    }
+    lock_ = open_folder(path_);
+    TORCH_CHECK(lock_.number() >= 0 || errno == ENOENT, op_, ": cannot open ", path_, ": ",
+                system_error());
+    const bool taken = !lock(lock_) && errno == EWOULDBLOCK;
+    // Otherwise another save removed it as abandoned before it was locked.
+    if (!taken && names(path_, lock_)) {
+      return;
+    }
+  }
+}
+
+DraftFolder::~DraftFolder() {
+  if (!published_ && names(path_, lock_)) {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+}
+
+void DraftFolder::publish(const std::function<void()>& check) {
+  sync_folder(op_, path_);
+  for (bool done = false; !done;) {
+    check();
+    done = rename_to_target();
+    // The target may have appeared or disappeared in the meantime.
+    const bool raced = errno == EEXIST || errno == ENOTEMPTY || errno == ENOENT;
+    TORCH_CHECK(done || (raced && fs::exists(path_)), op_, ": cannot rename ", path_, " to ",
+                target_, ": ", system_error());
+  }
+  published_ = true;
+  sync_folder(op_, parent_of(target_));
+  // The replaced folder, unless another save has removed it as abandoned.
+  const FileHandle replaced = open_folder(path_);
+  if (replaced.number() >= 0 && (lock(replaced) || errno != EWOULDBLOCK) &&
+      names(path_, replaced)) {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  remove_abandoned();
+}
+
+bool DraftFolder::rename_to_target() {
+  const bool there = fs::exists(target_);
+  const unsigned how = there ? RENAME_EXCHANGE : RENAME_NOREPLACE;
+  if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), how) == 0) {
+    return true;
+  }
+  if (errno != EINVAL && errno != ENOSYS) {
+    return false;
+  }
+  // The file system has no atomic exchange: for a moment no folder has the name.
+  const std::string old = path_.string() + ".old";
+  if (there && rename(target_.c_str(), old.c_str()) != 0) {
+    return false;
+  }
+  const bool done = rename(path_.c_str(), target_.c_str()) == 0;
+  const int why = errno;
+  if (there && !done) {
+    rename(old.c_str(), target_.c_str());
+  }
+  path_ = there && done ? fs::path(old) : path_;
+  errno = why;
+  return done;
+}
+
+void DraftFolder::remove_abandoned() const {
+  std::error_code error;
+  std::vector<fs::path> drafts;
+  for (fs::directory_iterator entry(parent_of(target_), error), end; !error && entry != end;
+       entry.increment(error)) {
+    if (is_draft(entry->path().filename().string(), target_.filename().string())) {
+      drafts.push_back(entry->path());
+    }
+  }
+  for (const fs::path& draft : drafts) {
+    const FileHandle folder = open_folder(draft);
+    if (folder.number() < 0 || !lock(folder) || !names(draft, folder)) {
+      continue;
+    }
+    bool ours = true;
+    for (fs::directory_iterator entry(draft, error), end; !error && entry != end;
+         entry.increment(error)) {
+      ours = ours &&
+          std::find(files_.begin(), files_.end(), entry->path().filename().string()) !=
+              files_.end();
+    }
+    if (ours && !error) {
+      fs::remove_all(draft, error);
+    }
+    error.clear();
+  }
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,49 @@
+#include "op/checks.h"
+#include "op/operators.h"
+#include "op/options.h"
+#include "tree/label_tree.h"
+#include "tree/label_tree_clusters.h"
+
+#include <xsoftmax/trees.h>
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+namespace xsoftmax {
+
+using at::Tensor;
+
+LabelTreeNodes label_tree_from_vectors(const Tensor& seed, const Tensor& vectors,
+                                       std::string_view options) {
+  constexpr const char* op = "label_tree_from_vectors";
+  const auto [arity, iterations, max_leaf_size, spherical] =
+      parse_options<TreeFromVectors>(op, options);
+  check::dim(op, "vectors", vectors, 2);
+  check::floating(op, "vectors", vectors);
+  TORCH_CHECK_VALUE(max_leaf_size >= 0, op,
+                    ": expected max_leaf_size of at least 1, or 0 for none, got ", max_leaf_size);
+  if (max_leaf_size == 0) {
+    return label_tree_balanced(
+        label_tree_kmeans_order(seed, vectors.detach().cpu(), arity, iterations), arity);
+  }
+  const Tensor rows = vectors.detach().to(at::kCPU, at::kFloat), there = rows.ne(0),
+               places = there.nonzero();
+  const Tensor offsets = at::cat({at::zeros({1}, places.options()), there.sum(1).cumsum(0)});
+  return label_tree_clusters(seed, offsets, places.select(1, 1).to(at::kInt),
+                             rows.masked_select(there), rows.size(1), arity, max_leaf_size,
+                             iterations, spherical);
+}
+
+XSOFTMAX_OPERATORS(m) {
+  m.def(
+      "label_tree_from_vectors(Tensor seed, Tensor vectors, str options=\"\") -> (Tensor parents, "
+      "Tensor classes)");
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("label_tree_from_vectors", label_tree_from_vectors);
+}
+
+} // namespace xsoftmax

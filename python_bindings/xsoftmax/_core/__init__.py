@@ -1,0 +1,1 @@
+"""Internal utilities shared by all parts of the package."""

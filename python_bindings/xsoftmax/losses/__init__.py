@@ -1,0 +1,1 @@
+"""Losses over a class table, and over the vectors of two towers."""

@@ -1,0 +1,692 @@
+"""XR-Linear: extreme multi-label classification with sparse linear classifiers on a label tree."""
+
+import json
+import time
+import warnings
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TYPE_CHECKING, Union
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._core import long_work
+from .. import label_vectors
+from .._core.checks import check_count
+from .._core.files import open_regular
+from .._core.options import option_text
+from .._core.ranks import SingleProcess, digest, ranks_of
+from .._core.sparse import (canonical, csr_matrix, index_tensors, query_tensors, sparse_tensors,
+                            tensor_of)
+from ..trees.label_tree import LabelTree
+
+if TYPE_CHECKING:
+    import scipy.sparse
+
+Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
+Progress = Callable[[int, int, int, int], None]
+
+_LOSSES = ("hinge", "logistic", "squared_hinge")
+_NEGATIVES = ("tfn", "man", "user")
+_FEW = 256  # predictions for at most this many queries are too fast to need interrupt checks
+
+
+class XRLinear:
+    r"""XR-Linear: a label tree with a sparse linear classifier at each node (Yu et al., 2022,
+    section 3).
+
+    A beam search finds the labels of a query x [D]. For a node c with parent p, where s_p is the
+    score of p for x, the score is::
+
+        s_c = s_p * e^{-max(0, 1 - w_c.x - b_c)^3}
+
+    On each layer, the search keeps the ``beam`` best nodes. :meth:`predict` also supports other
+    transforms of w.x and other ways to combine the result with the parent's score.
+
+    Create a model with :meth:`train` or :meth:`load`.
+
+    Args:
+        model: a ``torch.classes.xsoftmax.XRLinear`` (``xsoftmax::XRLinear`` in C++). It can be an
+            attribute of a scripted module.
+        stats: training statistics, one dict per layer.
+        notes: any JSON-serialisable dict, saved with the model.
+
+    Shapes and dtypes: examples X [n, D] and labels Y [n, L], scipy sparse; scores float32 [n, L].
+        Errors as :meth:`train`, :meth:`predict` and :meth:`load`.
+    """
+    def __init__(self, model: Any, stats: Sequence[Dict[str, float]] = (),
+                 notes: Optional[Dict[str, Any]] = None):
+        self.model, self.stats, self.notes = model, list(stats), dict(notes or {})
+        self.num_features, self.num_labels, self.depth = model.features(), model.num_labels(
+        ), model.depth()
+        self.bias, self.transform = model.bias(), model.transform()
+
+    @staticmethod
+    def train(
+        X: Matrix, Y: Matrix, *, tree: Optional[LabelTree] = None, arity: int = 16,
+        max_leaf_size: int = 100, negatives: Union[str, Sequence[str]] = "tfn",
+        user_negatives: Optional[Matrix] = None, beam: int = 10, loss: str = "squared_hinge",
+        positive_cost: float = 1.0, negative_cost: float = 1.0, relevance: Optional[Matrix] = None,
+        tolerance: float = 0.1, sweeps: int = 100, bias: float = 1.0, threshold: float = 0.1,
+        max_weights: Optional[int] = None, initial: Optional["XRLinear"] = None,
+        dtype: Optional[torch.dtype] = None, generator: Optional[torch.Generator] = None,
+        progress: Union[bool,
+                        Progress] = False, group: Union["torch.distributed.ProcessGroup",
+                                                        "torch.distributed.DeviceMesh", None] = None
+    ) -> "XRLinear":
+        r"""Trains a model: one linear classifier per node of a label tree, layer by layer from the
+        top.
+
+        ``negatives`` selects the training rows of each node p. The classifier of a child c of p
+        minimises, over these rows::
+
+            min_w  |w|^2 / 2 + sum_i C_i loss(y_i w.x_i)
+
+        where y_i = 1 if row i has a label at or below c, else -1.
+        where y_i = 1 if row i has a label at or below c, else -1.
+        number of threads.
+
+        Args:
+            X: scipy sparse [n, D], one example per row, finite real numbers, converted to float32.
+                The defaults suit rows of length 1.
+            Y: scipy sparse [n, L]; the non-zeros of a row are the labels of that example.
+            tree: a tree of the L labels, with all labels on its last layer. None:
+                ``LabelTree.from_vectors(label_vectors.pifa(X, Y), arity,
+                max_leaf_size=max_leaf_size)``.
+            arity, max_leaf_size: of that default tree.
+            negatives: the rule that selects the training rows of node p. ``"tfn"`` (teacher
+                forcing): rows with a label below p. ``"man"`` (matcher-aware): rows whose beam
+                search, with the layers trained so far, reaches p. ``"user"``: rows that
+                ``user_negatives`` [n, L] pairs with a label below p. Join several with ``+``, such
+                as ``"tfn+man"``. Pass one string for all layers or a list with one string per
+                layer. The first layer always uses all rows.
+            user_negatives: scipy sparse [n, L], the pairs of row and label for ``"user"``.
+            beam: the beam width for ``"man"``.
+            loss: ``"squared_hinge"``, ``max(0, 1 - m)^2``; ``"hinge"``, ``max(0, 1 - m)``; or
+                ``"logistic"``, ``log(1 + e^-m)``. The transform of a logistic model is
+                ``"sigmoid"``, that of the others ``"l3-hinge"``.
+            positive_cost, negative_cost: C_i for y_i = 1 and for y_i = -1; above 0.
+            relevance: scipy sparse [n, L], one non-negative number per pair of Y, which multiplies
+                positive_cost. For an inner node, the largest number among the labels below it is
+                used.
+            tolerance: above 0. A classifier has converged when the projected gradients of one sweep
+                differ by at most this much and are at most this far from 0.
+            sweeps: the largest number of passes over the rows, at least 1.
+            bias: the value of a constant feature that is added to every row and query; 0: no such
+                feature.
+            threshold: weights with a smaller absolute value are dropped. Rows much longer than 1
+                lead to small weights and need a smaller threshold.
+            max_weights: the largest number of weights that a classifier keeps after thresholding,
+                at least 1. None: no limit.
+            initial: a model with the same tree and features, whose weights are the starting point.
+                This saves sweeps if those weights are close to the solution, that is, if the model
+                was trained to a smaller tolerance with threshold=0 and dtype=torch.float32.
+                Otherwise it takes more sweeps than a start from zero.
+            dtype: the dtype of the stored weights, torch.float16 or torch.float32. None: float16 if
+                all weights of a layer are in its normal range, else float32. Training always uses
+                float32.
+            generator: a CPU generator, for the tree and for the order in which rows are visited.
+            progress: True shows a tqdm progress bar; a function is called with (layer, layers,
+                done, total).
+            group: a process group with a CPU backend (``torch.distributed.group.WORLD``), or a
+                one-dimensional DeviceMesh, whose ranks train the model together. All ranks pass the
+                same arguments and receive the same model: the one that a single process trains with
+                the generator of the first rank. Ranks split the tree construction and each layer
+                into contiguous parts of about equal work (rows times non-zeros times siblings), and
+                every rank receives all of each layer. Only the first rank shows a progress bar and
+                warnings; a progress function is called with the progress of its own rank. ``stats``
+                are totals over all ranks, with the seconds of the slowest. None: one process.
+
+        Returns:
+            The trained model.
+
+        Raises:
+            ValueError: shapes do not match; a number is not finite; an option is out of range; the
+                tree has labels above its last layer; ``initial`` has a different tree; or arguments
+                differ between ranks, in which case the message names the argument and both values.
+            TypeError: X or Y is not a scipy sparse matrix of real numbers, or an option has the
+                wrong type.
+            RuntimeError: another rank failed; the message gives its error.
+        """
+        ranks = ranks_of("XRLinear.train", group)
+
+        def checked() -> Tuple[Dict[str, Any], str]:
+            nonlocal X, Y, relevance, user_negatives, arity, max_leaf_size, sweeps, beam
+            nonlocal max_weights
+            X, Y = _checked_examples(X, Y)
+            if loss not in _LOSSES:
+                raise ValueError(f"XRLinear.train: expected loss as one of {list(_LOSSES)}, got "
+                                 f"{loss!r}")
+            if dtype not in (None, torch.float16, torch.float32):
+                raise ValueError("XRLinear.train: expected dtype as torch.float16, torch.float32 "
+                                 f"or None, got {dtype}")
+            if relevance is not None:
+                relevance = _relevance(relevance, Y)
+            if user_negatives is not None:
+                user_negatives = _pairs("user_negatives", user_negatives, Y.shape)
+            for name, value, kind in (("tree", tree, LabelTree), ("initial", initial, XRLinear)):
+                if value is not None and not isinstance(value, kind):
+                    raise TypeError(f"XRLinear.train: expected {name} as {kind.__name__} or None, "
+                                    f"got {type(value).__name__}")
+            if tree is None:
+                arity = check_count("XRLinear.train", "arity", arity, 2)
+                max_leaf_size = check_count("XRLinear.train", "max_leaf_size", max_leaf_size, 1)
+            elif tree.num_classes != Y.shape[1]:
+                raise ValueError(f"XRLinear.train: expected a tree of {Y.shape[1]} labels, as Y "
+                                 f"has, got one of {tree.num_classes}")
+            sweeps, beam = check_count("XRLinear.train", "sweeps", sweeps,
+                                       1), check_count("XRLinear.train", "beam", beam, 1)
+            max_weights = None if max_weights is None else check_count(
+                "XRLinear.train", "max_weights", max_weights, 1)
+            settings = dict(loss=loss, bias=bias, positive_cost=positive_cost,
+                            negative_cost=negative_cost, tolerance=tolerance, sweeps=sweeps,
+                            threshold=threshold, max_weights=max_weights)
+            return settings, option_text(**settings)
+
+        def facts() -> Dict[str, Any]:
+            of_tree = (f"{arity} children and {max_leaf_size} labels of a leaf"
+                       if tree is None else f"digest {digest(*tree.tables())}")
+            return {
+                "X": f"{list(X.shape)} (digest {digest(*rows)})", "Y": f"{list(Y.shape)} "
+                "(digest "
+                f"{digest(*index_tensors(Y))})", "relevance": relevance is not None
+                and f"digest {digest(tensor_of(relevance))}",
+                "user_negatives": user_negatives is not None and "digest "
+                f"{digest(*index_tensors(user_negatives))}", "initial": initial is not None
+                and "digest "
+                f"{digest(*(part for layer in initial._parts() for part in layer))}",
+                "tree": of_tree,
+                "negatives": negatives if isinstance(negatives, str) else list(negatives),
+                "beam": beam, "dtype": dtype, **settings
+            }
+
+        settings, options = ranks.do(checked)
+        rows = sparse_tensors(X, "XRLinear.train")
+        ranks.check_alike(facts)
+        if tree is None:
+            vectors = ranks.do(lambda: sparse_tensors(label_vectors.pifa(X, Y)))
+            tree = LabelTree._of_clusters(vectors, X.shape[1], {
+                "arity": arity, "iterations": 10, "max_leaf_size": max_leaf_size, "spherical": True
+            }, generator, ranks)
+        layers = _Layers(tree)
+        schemes = _schemes(negatives, len(layers.first_child), user_negatives)
+        transform = "sigmoid" if loss == "logistic" else "l3-hinge"
+        begin = [[]] * len(schemes) if initial is None else initial._parts_for(layers, X.shape[1])
+        options += f",seed={int(ranks.first(torch.randint(0, 2**63 - 1, (), generator=generator)))}"
+
+        parts: List[List[Tensor]] = []
+        stats = []
+        lists: Any = None
+        with _Watch(progress if ranks.rank == 0 or callable(progress) else False,
+                    len(schemes)) as watch:
+            for depth, scheme in enumerate(schemes):
+                started = time.perf_counter()
+                mined = [_mined(parts, X, bias, transform, beam, ranks)
+                         ] if depth > 0 and "man" in scheme else []
+
+                def train_share() -> Any:
+                    if depth == 0:
+                        parents = torch.tensor([0, X.shape[0]
+                                                ]), torch.arange(X.shape[0], dtype=torch.int32)
+                    else:
+                        found = mined + ([lists] if "tfn" in scheme else [])
+                        if "user" in scheme:
+                            found.append(layers.lists(depth - 1, user_negatives)[:2])
+                        parents = _united(found, X.shape[0])
+                    *right, costs = layers.lists(depth, Y, relevance)
+                    matched = time.perf_counter()
+                    first, last = ranks.deal(
+                        len(parents[0]) - 1,
+                        lambda: _work(rows, layers.first_child[depth], *parents))
+                    share = f"{options},first_parent={first},last_parent={last}"
+                    made = watch.run(depth, torch.ops.xsoftmax.linear_layer_train, rows, X.shape[1],
+                                     layers.first_child[depth], parents, right, costs, begin[depth],
+                                     share)
+                    return made, right, len(parents[1]), matched
+
+                (*made, figures), lists, of_parents, matched = ranks.do(train_share)
+                made = _joined(*made, dtype, ranks)  # type: ignore[call-arg]
+                parts.append([layers.first_child[depth], *made])
+                swept, unconverged, before = ranks.sum(figures).tolist()
+                stats.append({
+                    "nodes": len(lists[0]) - 1, "rows": of_parents, "weights": len(made[-1]),
+                    "weights before the threshold": int(before), "sweeps": int(swept),
+                    "unconverged": int(unconverged), "seconds of matching": matched - started,
+                    "seconds": time.perf_counter() - matched
+                })
+        for name in ("seconds of matching", "seconds"):
+            for one, slowest in zip(
+                    stats,
+                    ranks.gather(torch.tensor([[one[name] for one in stats]],
+                                              dtype=torch.float64)).amax(0).tolist()):
+                one[name] = slowest
+        for depth, one in enumerate(stats if ranks.rank == 0 else []):
+            if one["weights"] < one["nodes"] <= one["weights before the threshold"]:
+                length = float(
+                    np.median(np.sqrt(np.asarray(X.power(2, dtype=np.float64).sum(1)).ravel())))
+                warnings.warn(
+                    f"XRLinear.train: threshold={threshold} leaves the {one['nodes']} "
+                    f"classifiers of layer {depth + 1} "
+                    f"{one['weights']} weights; rows are of length {length:.3g} "
+                    "(median), and the default suits a length of 1: see "
+                    "label_vectors.unit_rows", stacklevel=2)
+        return XRLinear(
+            torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, layers.labels, parts),
+            stats)
+
+    def predict(self, X: Union[Matrix, Tensor, np.ndarray], topk: int = 10, beam: int = 10, *,
+                dense: Union[Tensor, np.ndarray, None] = None, only: Union[Tensor, Sequence[int],
+                                                                           None] = None,
+                transform: Optional[str] = None, combiner: Optional[str] = None) -> Matrix:
+        """Returns the scores of the ``topk`` best labels that the beam search finds for each row.
+
+        Args:
+            X: real numbers [n, D], finite: scipy sparse, a tensor of layout torch.sparse_csr, or a
+                dense tensor or array. Converted to float32.
+            topk: the number of labels per row, at least 0.
+            beam: the beam width: the number of nodes per layer whose children are scored, at least
+                1.
+            dense: tensor or array [n, d] with the last d features, in addition to a sparse X with
+                the first D - d features.
+            only: restricts the result to these labels: ids in [0, L), or a bool mask [L]. None: all
+                labels.
+            transform: the function applied to w.x: ``"l1-hinge"`` .. ``"l6-hinge"``,
+                ``e^-max(0, 1 - w.x)^p``; ``"sigmoid"``; ``"identity"``; or their logarithms
+                ``"log-l1-hinge"`` .. ``"log-l6-hinge"`` and ``"log-sigmoid"``. None: the transform
+                of the model.
+            combiner: combines the transformed score with that of the parent: ``"multiply"``,
+                ``"add"``, or ``"last"``, which ignores the parent's score. None: ``"add"`` for
+                logarithms and ``"identity"``, else ``"multiply"``.
+
+        Returns:
+            A scipy CSR matrix [n, L], float32. The entries of each row are ordered by decreasing
+            score. A row has fewer than ``topk`` entries if the beam search finds fewer labels. The
+            search adds logarithms, so the order is correct even if float32 scores round to 0 or 1.
+            No entry is 0, because sparse formats drop zeros: scores below the smallest normal
+            float32 number are reported as 2^-126 and the numbers directly above it, in order.
+
+        Raises:
+            ValueError: a wrong number of features or rows; a number is not finite; topk, beam,
+                transform or combiner is out of range; or a mask has the wrong shape.
+            TypeError: X or dense is not a matrix of real numbers; topk or beam is not an int;
+                ``only`` has another dtype; or dense is passed together with a dense X.
+            IndexError: an id of ``only`` is not in [0, L).
+        """
+        found = self._predict(X, topk, beam, dense, only, transform, combiner)
+        return csr_matrix(*found, (len(found[0]) - 1, self.num_labels))
+
+    def topk(self, X: Union[Matrix, Tensor, np.ndarray], k: int = 10, beam: int = 10, *,
+             dense: Union[Tensor, np.ndarray, None] = None, only: Union[Tensor, Sequence[int],
+                                                                        None] = None,
+             transform: Optional[str] = None, combiner: Optional[str] = None,
+             exclude: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+        """Returns the k best labels that the beam search finds for each row as tensors, best first.
+
+        Args:
+            X: [n, D], as in :meth:`predict`.
+            k: the number of labels per row, at least 0.
+            beam, dense, only, transform, combiner: as in :meth:`predict`.
+            exclude: int64 [n, E], labels that each row must not return, padded with -1. Choose a
+                beam that is wide enough to find k others.
+
+        Returns:
+            (scores float32 [n, k], labels int64 [n, k]), padded with 0 and -1 if fewer than k
+            labels are found.
+
+        Raises:
+            ValueError, TypeError, IndexError: as :meth:`predict`, and if ``exclude`` has the wrong
+                shape or dtype, or an id that is not in [0, L) or -1
+        """
+        wanted = k if exclude is None else k + exclude.shape[-1]
+        offsets, labels, scores = self._predict(X, wanted, beam, dense, only, transform, combiner)
+        counts = offsets.diff()
+        there = torch.arange(wanted) < counts.unsqueeze(1)
+        values = torch.zeros(len(counts), wanted).masked_scatter_(there, scores)
+        ids = torch.full((len(counts), wanted), -1,
+                         dtype=torch.int64).masked_scatter_(there, labels)
+        if exclude is None:
+            return values, ids
+        values, ids = torch.ops.xsoftmax.exclude_topk(values, ids, exclude, self.num_labels, k)
+        return values.masked_fill_(ids < 0, 0.0), ids
+
+    def _predict(self, X: Any, topk: int, beam: int, dense: Any, only: Any, transform: Any,
+                 combiner: Any) -> Tuple[Tensor, Tensor, Tensor]:
+        if getattr(X, "format", None) is not None:
+            parts, width = query_tensors("XRLinear.predict", "X", X), X.shape[1]
+            block = None if dense is None else _block(dense, X.shape[0])
+        elif isinstance(X, Tensor) and X.layout == torch.sparse_csr:
+            width = X.shape[1]
+            parts = X.crow_indices(), X.col_indices(), X.values().to(torch.float32)
+            block = None if dense is None else _block(dense, X.shape[0])
+        else:
+            if dense is not None:
+                raise TypeError("XRLinear.predict: expected X as a scipy sparse matrix beside "
+                                f"dense, got {type(X).__name__}")
+            block, width = _block(X, None), 0
+            parts = torch.zeros(len(block) + 1,
+                                dtype=torch.int64), torch.empty(0,
+                                                                dtype=torch.int32), torch.empty(0)
+        if width + (0 if block is None else block.shape[1]) != self.num_features:
+            raise ValueError(
+                f"XRLinear.predict: expected {self.num_features} features, got {width}" +
+                ("" if block is None else f" and {block.shape[1]} dense ones"))
+        if only is not None:
+            only = _chosen(only, self.num_labels)
+        topk, beam = check_count("XRLinear.predict", "topk", topk,
+                                 None), check_count("XRLinear.predict", "beam", beam, None)
+        arguments = *parts, block, width, topk, beam, transform or "", combiner or "", only
+        return self.model.predict(*arguments) if len(parts[0]) <= _FEW else long_work.run(
+            "predict", self.model.predict, *arguments)
+
+    def save(self, path: Union[str, "PathLike[str]"]) -> None:
+        """Saves the model to a folder. An older model there is replaced completely or, on an error,
+        not at all.
+
+        Args:
+            path: the folder; read it back with :meth:`load`.
+
+        Raises:
+            RuntimeError: the folder cannot be written.
+        """
+        self.model.save(
+            fspath(path),
+            json.dumps(
+                {
+                    "xsoftmax": "XRLinear", "features": self.num_features,
+                    "labels": self.num_labels, "layers": self.stats, "notes": self.notes
+                }, indent=1))
+
+    @staticmethod
+    def load(path: Union[str, "PathLike[str]"]) -> "XRLinear":
+        """Loads and validates a model saved by :meth:`save`. The weights are mapped from the file,
+        so processes that load the same model share its memory.
+
+        Raises:
+            FileNotFoundError: the folder has no model.
+            ValueError: the file is not a model, is damaged or has another version, or is a FIFO,
+                socket or device.
+        """
+        if not (Path(path) / "model.bin").exists() or (Path(path) / "model.bin").is_dir():
+            raise FileNotFoundError("XRLinear.load: expected the folder of a model, found no "
+                                    f"model.bin: {path}")
+        open_regular("XRLinear.load", Path(path) / "model.bin").close()
+        model = torch.ops.xsoftmax.xr_linear_load(fspath(path))
+        text = model.notes()
+        try:
+            notes = json.loads(text)
+            return XRLinear(model, notes["layers"], notes["notes"])
+        except (ValueError, KeyError, TypeError, RecursionError):  # a model saved from C++
+            return XRLinear(model, notes={"text": text} if text else None)
+
+    def __repr__(self) -> str:
+        return (f"XRLinear(num_features={self.num_features}, num_labels={self.num_labels}, "
+                f"depth={self.depth}, "
+                f"weights={self.model.num_weights()})")
+
+    def _parts(self) -> List[List[Tensor]]:
+        return [self.model.layer(i) for i in range(self.depth)]
+
+    def _parts_for(self, layers: "_Layers", features: int) -> List[List[Tensor]]:
+        parts = self._parts()
+        same = (len(parts) == len(layers.first_child) and features == self.num_features
+                and torch.equal(self.model.labels(), layers.labels) and all(
+                    torch.equal(part[0], first) for part, first in zip(parts, layers.first_child)))
+        if not same:
+            raise ValueError("XRLinear.train: expected initial with the features of X and the same "
+                             "tree, got a model of others")
+        return parts
+
+
+class _Layers:
+    """The layers of a tree. For each layer, ``first_child`` holds the offsets of the children of
+    each node of the layer above, and ``above`` the node that is an ancestor of each label (or the
+    label's own node). ``labels`` [L] lists the labels in the order of the last layer."""
+    def __init__(self, tree: LabelTree):
+        sizes = tree.layer_sizes or [1]  # a one-node tree: its label is placed below an added root
+        ends = np.cumsum([1, *sizes])
+        self.first_child, self.above = [], []
+        if not tree.layer_sizes:
+            self.first_child, self.above, self.labels = [torch.tensor([0, 1])
+                                                         ], [np.zeros(1, np.int32)
+                                                             ], torch.zeros(1, dtype=torch.int64)
+            return
+        for depth in range(len(sizes)):
+            begin, end = (ends[depth - 1], ends[depth]) if depth > 0 else (0, 1)
+            self.first_child.append(tree.first_child[begin:end + 1] - end)
+        inner = tree.node_class[:ends[-2]]
+        if (inner >= 0).any():
+            raise ValueError("XRLinear.train: expected a tree with all labels on its last layer, "
+                             "as LabelTree.from_vectors makes with "
+                             f"max_leaf_size, got label {int(inner[inner >= 0][0])} above it")
+        self.labels = tree.node_class[ends[-2]:].clone()
+        node = tree.class_node
+        for depth in reversed(range(len(sizes))):
+            self.above.insert(0, (node - ends[depth]).to(torch.int32).numpy())
+            node = tree.parent[node]
+
+    def lists(self, depth: int, pairs: Matrix,
+              weights: Optional[np.ndarray] = None) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+        """Returns, for each node of a layer, the rows with a label at or below it, as offsets and
+        rows, and the largest weight of each such row."""
+        import scipy.sparse as sp
+
+        nodes = len(self.labels) if depth + 1 == len(
+            self.first_child) else len(self.first_child[depth + 1]) - 1
+        data = np.ones(pairs.nnz, np.float32) if weights is None else weights
+        columns = sp.csr_matrix((data, self.above[depth][pairs.indices], pairs.indptr),
+                                shape=(pairs.shape[0], nodes)).tocsc()
+        rows, offsets, data = columns.indices, columns.indptr.astype(np.int64), columns.data
+        # keep each row once per node: duplicates are adjacent
+        first = np.ones(len(rows), bool)
+        first[1:] = rows[1:] != rows[:-1]
+        first[offsets[:-1][offsets[:-1] < len(rows)]] = True
+        if not first.all():
+            starts = np.flatnonzero(first)
+            data = data if weights is None else np.maximum.reduceat(data, starts)
+            offsets = np.concatenate([[0], np.cumsum(first)])[offsets]
+            rows = rows[starts]
+        costs = None if weights is None else torch.from_numpy(data.astype(np.float32))
+        return torch.from_numpy(offsets), torch.from_numpy(rows.astype(np.int32, copy=False)), costs
+
+
+class _Watch:
+    """Runs the training of layers and reports its progress."""
+    def __init__(self, progress: Union[bool, Progress], layers: int):
+        self.progress, self.layers, self.bar = progress, layers, None
+
+    def __enter__(self) -> "_Watch":
+        if self.progress is True:
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=100 * self.layers, unit="%", disable=None,
+                            bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}")
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def show(self, layer: int, done: int, total: int) -> None:
+        if self.bar is not None:
+            self.bar.set_description(f"layer {layer + 1} of {self.layers}", refresh=False)
+            self.bar.n = 100 * layer + 100 * done // max(total, 1)
+            self.bar.refresh()
+        elif callable(self.progress):
+            self.progress(layer, self.layers, done, total)
+
+    def run(self, layer: int, op: Callable[..., Tuple[Tensor, ...]], *args:
+            Any) -> Tuple[Tensor, ...]:
+        quiet = self.bar is None and not callable(self.progress)
+        return long_work.run(
+            f"layer {layer + 1}", op, *args,
+            show=None if quiet else lambda done, total: self.show(layer, done, total))
+
+
+def _checked_examples(X: Matrix, Y: Matrix) -> Tuple[Matrix, Matrix]:
+    """Returns X and Y in canonical form; the caller's matrices are not modified."""
+    fractions = getattr(getattr(Y, "dtype", None), "kind", "") == "f"
+    given, X, Y = Y, canonical("XRLinear.train", "X", X), _pairs("Y", Y)
+    if X.shape[0] != Y.shape[0]:
+        raise ValueError(f"XRLinear.train: expected X and Y with as many rows, got {X.shape[0]} "
+                         f"and {Y.shape[0]}: X is [n, D], here "
+                         f"{list(X.shape)}, Y is [n, L], here {list(Y.shape)}")
+    if fractions and X.nnz > 1 and (X.data == 1).all() and (np.mod(given.tocsr().data, 1)
+                                                            != 0).any():
+        warnings.warn(
+            "XRLinear.train: X holds ones alone and Y fractions, as if they had been "
+            "swapped: "
+            "X is [n, D], examples by features; Y is [n, L], and each of its values that "
+            "is "
+            "not 0 is a label", stacklevel=3)
+    return X, Y
+
+
+def _pairs(argument: str, Y: Matrix, shape: Optional[Tuple[int, int]] = None,
+           kind: str = "labels") -> Matrix:
+    """Returns the matrix as CSR in canonical form, after checking its shape."""
+    Y = canonical("XRLinear.train", argument, Y, kind)
+    if shape is not None and Y.shape != shape:
+        raise ValueError(f"XRLinear.train: expected {argument} of shape {list(shape)}, as Y, got "
+                         f"{list(Y.shape)}")
+    if Y.shape[1] == 0:
+        raise ValueError(f"XRLinear.train: expected {argument} with at least one label, got none")
+    return Y
+
+
+def _relevance(relevance: Matrix, Y: Matrix) -> np.ndarray:
+    """Returns the relevance of each pair of Y, in the order of Y's entries."""
+    relevance = _pairs("relevance", relevance, Y.shape, "weights")
+    if (relevance.data < 0).any():
+        raise ValueError("XRLinear.train: expected relevance of at least 0, got "
+                         f"{relevance.data[relevance.data < 0][0]}")
+    if relevance.nnz != Y.nnz or (relevance.indptr != Y.indptr).any() or (relevance.indices
+                                                                          != Y.indices).any():
+        raise ValueError(f"XRLinear.train: expected relevance for the {Y.nnz} pairs of Y and no "
+                         f"others, got {relevance.nnz}")
+    return relevance.data
+
+
+def _schemes(negatives: Union[str, Sequence[str]], depth: int,
+             user_negatives: Optional[Matrix]) -> List[List[str]]:
+    each = [negatives] * depth if isinstance(negatives, str) else list(negatives)
+    if len(each) != depth:
+        raise ValueError(f"XRLinear.train: expected negatives for {depth} layers, as the tree has, "
+                         f"got {len(each)}")
+    schemes = [str(scheme).split("+") for scheme in each]
+    for scheme, said in zip(schemes, each):
+        if not set(scheme) <= set(_NEGATIVES):
+            raise ValueError("XRLinear.train: expected negatives as \"tfn\", \"man\", \"user\" or "
+                             f"several joined by +, got {said!r}")
+        if "user" in scheme and user_negatives is None:
+            raise ValueError(f"XRLinear.train: expected user_negatives beside negatives={said!r}, "
+                             "got none")
+    if user_negatives is not None and not any("user" in scheme for scheme in schemes):
+        raise ValueError("XRLinear.train: expected negatives with \"user\" beside user_negatives, "
+                         "got " + repr(negatives))
+    return schemes
+
+
+def _mined(parts: List[List[Tensor]], X: Matrix, bias: float, transform: str, beam: int,
+           ranks: SingleProcess) -> Tuple[Tensor, Tensor]:
+    """Returns, for each node of the last trained layer, the rows whose beam search reaches it."""
+    import scipy.sparse as sp
+
+    nodes = int(parts[-1][0][-1])
+    first, last = ranks.deal(X.shape[0],
+                             lambda: torch.from_numpy(np.diff(X.indptr).astype(np.int64) + 1))
+
+    def search() -> Tuple[Tensor, Tensor, Tensor]:
+        model = torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, torch.arange(nodes),
+                                                parts)
+        rows = sparse_tensors(X if ranks.size == 1 else X[first:last])
+        return long_work.run("beams", model.predict, *rows, None, 0, beam, beam, "", "", None)
+
+    offsets, found, _ = ranks.do(search)
+    offsets, found = _offsets(ranks.gather(offsets.diff())), ranks.gather(found)
+    columns = sp.csr_matrix((np.ones(len(found), np.int8), found.numpy(), offsets.numpy()),
+                            shape=(X.shape[0], nodes)).tocsc()
+    return index_tensors(columns)
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _work(rows: Tuple[Tensor, Tensor, Tensor], first_child: Tensor, offsets: Tensor,
+          of_parents: Tensor) -> Tensor:
+    """Estimates the work of each parent: the non-zeros of its rows (plus one per row), times its
+    number of children."""
+    numbers = _offsets((rows[0].diff() + 1)[of_parents])
+    return numbers[offsets].diff() * first_child.diff()
+
+
+def _joined(chunk: Tensor, feature: Tensor, more: Tensor, child: Tensor, value: Tensor,
+            dtype: Optional[torch.dtype], ranks: SingleProcess) -> List[Tensor]:
+    """Returns the whole layer, gathered from the shares of all ranks."""
+    value = _narrow(value, dtype, ranks)  # before sending it
+    return [
+        _offsets(ranks.gather(chunk.diff())),
+        *(ranks.gather(part) for part in (feature, more, child, value))
+    ]
+
+
+def _united(lists: List[Tuple[Tensor, Tensor]], rows: int) -> Tuple[Tensor, Tensor]:
+    """Returns, for each node, the union of its rows in all lists."""
+    import scipy.sparse as sp
+
+    if len(lists) == 1:
+        return lists[0][0], lists[0][1]
+    nodes = len(lists[0][0]) - 1
+    columns = sum(
+        sp.csc_matrix((np.ones(len(of), np.int8), of.numpy(), offsets.numpy()), shape=(rows, nodes))
+        for offsets, of in lists)
+    columns.sort_indices()
+    return index_tensors(columns)
+
+
+def _narrow(values: Tensor, dtype: Optional[torch.dtype], ranks: SingleProcess) -> Tensor:
+    if dtype == torch.float32:
+        return values
+    limits = torch.finfo(torch.float16)
+    sizes = values.abs()
+    ends = torch.stack([sizes.min(), -sizes.max()]) if len(sizes) > 0 else torch.tensor(
+        [limits.max, -limits.smallest_normal])
+    # all ranks choose the same dtype for the layer
+    smallest, largest = (ranks.gather(ends[None]).amin(0) * torch.tensor([1, -1])).tolist()
+    if smallest >= limits.smallest_normal and largest <= limits.max:
+        return values.to(torch.float16)
+    if dtype == torch.float16:
+        raise ValueError(f"XRLinear.train: expected weights in [{limits.smallest_normal:.2g}, "
+                         f"{limits.max:.0f}] for dtype float16, "
+                         f"got {smallest:.2g} to {largest:.2g}")
+    return values
+
+
+def _chosen(only: Union[Tensor, Sequence[int], np.ndarray], labels: int) -> Tensor:
+    wanted = tensor_of(only) if isinstance(
+        only, np.ndarray) else torch.as_tensor(only if isinstance(only, Tensor) else list(only))
+    if wanted.dtype == torch.bool:
+        if wanted.shape != (labels,):
+            raise ValueError(f"XRLinear.predict: expected only as a mask of shape [{labels}], got "
+                             f"{list(wanted.shape)}")
+        return wanted.nonzero().squeeze(1)
+    if wanted.dtype == torch.uint8:
+        raise TypeError("XRLinear.predict: expected only as ids of labels or a mask of bool, got "
+                        "uint8, which may be either")
+    if wanted.numel() > 0 and (wanted.is_floating_point() or wanted.is_complex()):
+        raise TypeError("XRLinear.predict: expected only as ids of labels or a mask, got dtype "
+                        f"{str(wanted.dtype).removeprefix('torch.')}")
+    return wanted.to("cpu", torch.int64)
+
+
+def _block(dense: Union[Tensor, np.ndarray], rows: Optional[int]) -> Tensor:
+    if not isinstance(dense, (Tensor, np.ndarray)):
+        raise TypeError("XRLinear.predict: expected X as a scipy sparse matrix, a tensor or an "
+                        f"array, got {type(dense).__name__}")
+    block = (tensor_of(dense) if isinstance(dense, np.ndarray) else dense).detach().to(
+        "cpu", torch.float32)
+    if block.dim() != 2 or (rows is not None and len(block) != rows):
+        raise ValueError("XRLinear.predict: expected dense features of shape "
+                         f"[{'n' if rows is None else rows}, d], got {list(block.shape)}")
+    return block

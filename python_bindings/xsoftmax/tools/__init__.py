@@ -1,0 +1,1 @@
+"""Tools to choose, check, run and export losses."""

@@ -1,0 +1,1 @@
+"""Label trees, and losses over label trees."""

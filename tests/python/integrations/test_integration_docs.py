@@ -1,0 +1,153 @@
+"""The programs of docs/howto/integrations.md.
+
+Each runs before and after its change, at most five statements change, and the exact loss trains
+like the plain program.
+"""
+
+import ast
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/howto/integrations.md").read_text()
+DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+# Files in examples/integrations, in the order of the page, and the packages that each needs.
+PROGRAMS = {
+    "causal_lm": ("transformers", "accelerate"), "masked_lm": ("transformers", "accelerate"),
+    "peft_head": ("peft", "accelerate"), "lightning_words": ("lightning",),
+    "accelerate_words": ("accelerate",), "fsdp2": (), "text_labels": ()
+}
+MOST_STATEMENTS = 5
+
+
+def side(diff, sign):
+    """Returns the program before ("-") or after ("+") the change."""
+    return "".join(line[1:] or "\n"
+                   for line in diff.splitlines(keepends=True) if line[0] in (sign, " ", "\n"))
+
+
+def exact(program):
+    """Returns the program with the exact loss instead of the sampled one."""
+    program = re.sub(r",\s+sparse_grad=True", "", program)
+    return re.sub(r'xs\.SampledSoftmaxLoss(.*?),\s+sampler="\w+",\s+num_samples=\d+',
+                  r"xs.LinearCrossEntropyLoss\1", program, flags=re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+                            MASTER_PORT="0").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    random = torch.Generator().manual_seed(0)
+    os.makedirs("data/tiny")
+    rows = [
+        f"{user}\t{torch.randint(200, (), generator=random)}\t{time}\n" for user in range(30)
+        for time in range(8)
+    ]
+    Path("data/tiny/tiny.inter").write_text("user_id:token\titem_id:token\ttimestamp:float\n" +
+                                            "".join(rows))
+    Path("tiny.yaml").write_text(
+        "data_path: data\nload_col: {inter: [user_id, item_id, timestamp]}\nloss_type: "
+        "CE\ntrain_neg_sample_args: ~\nepochs: 3\nuse_gpu: False\n"
+        "train_batch_size: 64\nhidden_size: 16\ninner_size: 16\nn_layers: 1\nstate: "
+        "ERROR\nshow_progress: False\n")
+    monkeypatch.setattr(sys, "argv", ["program"])
+    return tmp_path
+
+
+def run(program):
+    names = {"__name__": "__main__"}
+    try:
+        exec(compile(program, "<docs/howto/integrations.md>", "exec"), names)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    return names
+
+
+def needs(*packages):
+    for package in packages:
+        pytest.importorskip(
+            package, reason=f"{package} is not installed: pip install "
+            "xsoftmax[integrations]")
+
+
+@pytest.mark.parametrize("name, diff", list(zip(PROGRAMS, DIFFS)), ids=list(PROGRAMS))
+def test_a_program_runs_and_trains_like_the_plain_program(name, diff, folder, monkeypatch):
+    needs(*PROGRAMS[name])
+    names = run(side(diff, "+"))
+    if name == "text_labels":
+        assert names["suggested"] == run(side(diff, "-"))["suggested"] == [("ships", "stars")]
+        return
+    assert len(names["losses"]) >= 3 and all(torch.tensor(names["losses"]).isfinite())
+    plain, ours = run(side(diff, "-"))["losses"], run(exact(side(diff, "+")))["losses"]
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=1e-5, atol=1e-5)
+    assert ours != names["losses"]  # exact() replaced the loss
+
+
+def statements(program):
+    """Returns the simple statements of a program, whatever their layout."""
+    return [
+        ast.dump(node) for node in ast.walk(ast.parse(program))
+        if isinstance(node, ast.stmt) and not hasattr(node, "body")
+    ]
+
+
+@pytest.mark.parametrize("name, diff", list(zip(PROGRAMS, DIFFS)), ids=list(PROGRAMS))
+def test_at_most_five_statements_change(name, diff):
+    before = statements(side(diff, "-"))
+    changed = [each for each in statements(side(diff, "+")) if each not in before]
+    assert 1 <= len(changed) <= MOST_STATEMENTS
+
+
+@pytest.mark.parametrize("name, diff", list(zip(PROGRAMS, DIFFS)), ids=list(PROGRAMS))
+def test_example_files_equal_the_programs_of_the_page(name, diff):
+    """Only the layout may differ, since lines of the page are shorter."""
+    file = (ROOT / f"examples/integrations/{name}.py").read_text()
+    assert statements(file.split('"""\n\n', 1)[1]) == statements(side(diff, "+"))
+
+
+def test_recbole_with_the_exact_loss_trains_like_recbole(folder, monkeypatch):
+    needs("recbole", "pandas")
+    import numpy as np
+    # RecBole uses names that NumPy 2 removed
+    for old, new in (("float_", np.float64), ("complex_", np.complex128), ("unicode_", np.str_)):
+        monkeypatch.setattr(np, old, new, raising=False)
+    program = (ROOT / "examples/integrations/recbole_sasrec.py").read_text()
+    sampled = run(program)["losses"]
+    ours = run(exact(program))["losses"]
+    plain = run(
+        program.replace("= SampledSASRec(",
+                        "= SASRec(").replace("xs.optim.RowAdam", "torch.optim.AdamW").replace(
+                            "import xsoftmax", "import torch\nimport xsoftmax"))["losses"]
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=1e-5, atol=1e-5)
+    assert ours != sampled and len(sampled) >= 3 and all(torch.tensor(sampled).isfinite())
+
+
+def test_every_example_file_is_on_the_page():
+    assert len(DIFFS) == len(PROGRAMS) == -1 + len(
+        list((ROOT / "examples/integrations").glob("*.py")))
+
+
+def test_the_metrics_program_runs(folder):
+    pytest.importorskip(
+        "torchmetrics", reason="torchmetrics is not installed: pip install "
+        "xsoftmax[integrations]")
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert 0 <= run(program)["value"] < 0.1  # random predictions among 5,000 classes
+
+
+def test_the_page_names_the_versions_of_the_extra():
+    pins = re.search(r"^integrations = \[(.*)\]", (ROOT / "pyproject.toml").read_text(),
+                     re.MULTILINE).group(1)
+    found = re.findall(r'"(\w+)==(\d+\.\d+)\.', pins)
+    assert len(found) == 5 and all(f"{name} {version}" in PAGE for name, version in found)

@@ -1,0 +1,154 @@
+"""Files of examples: what is read, and errors of malformed files."""
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xsoftmax.datasets import read_examples, read_sparse
+
+GOOD = "3 5 4\n0,2 0:1.5 4:-2e-1\n 1:3\n3\n"
+
+
+def test_a_file_is_read(tmp_path):
+    path = tmp_path / "data.txt"
+    path.write_text(GOOD)
+    X, Y = read_examples(path)
+    np.testing.assert_allclose(X.toarray(),
+                               [[1.5, 0, 0, 0, -0.2], [0, 3, 0, 0, 0], [0, 0, 0, 0, 0]], rtol=1e-6)
+    assert Y.toarray().tolist() == [[1, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]
+                                    ] and X.dtype == Y.dtype == np.float32
+    # Windows line ends, and none after the last line
+    path.write_bytes(GOOD.replace("\n", "\r\n").encode()[:-2])
+    assert (read_examples(str(path))[0] != X).nnz == 0
+    path.write_text("0 5 4\n")
+    assert read_examples(path)[0].shape == (0, 5) and read_examples(path)[1].shape == (0, 4)
+
+
+def test_a_large_file_is_read_in_parts(tmp_path):
+    X, Y = sp.random(20000, 500, 0.02, format="csr", random_state=0,
+                     dtype=np.float32), sp.random(20000, 90, 0.02, format="csr", random_state=1)
+    path, lines = tmp_path / "data.txt", ["20000 500 90"]
+    for i in range(20000):
+        x, y = X[i], Y[i]
+        lines.append(",".join(map(str, y.indices)) +
+                     "".join(f" {j}:{v!r}" for j, v in zip(x.indices, x.data.tolist())))
+    path.write_text("\n".join(lines) + "\n")
+    assert path.stat().st_size > 3 << 20
+    found = read_examples(path)
+    assert (found[0] != X).nnz == 0 and (found[1] != (Y != 0)).nnz == 0
+    lines[15001] += " 12x:1"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=r"data.txt:15002: expected a pair as feature:value, got "
+                       r"\"12x:1\""):
+        read_examples(path)
+
+
+@pytest.mark.parametrize("text, message", [
+    ("", r":1: expected a header .*, got \"\""),
+    ("3 5\n", r":1: expected a header"),
+    ("3 5 4 1\n", r":1: expected a header"),
+    ("3 5 4 1 2 3 4 5 6 7 8\n", r":1: expected a header"),
+    ("3 -5 4\n", r":1: expected a header"),
+    ("1 5 99999999999\n0 1:1\n", r":1: expected a header"),
+    ("2 5 4\n0 1:1\n", r":2: expected 2 examples, as the header says, got 1"),
+    ("1 5 4\n0 1:1\n1 1:1\n", r":3: expected 1 examples, as the header says, got 2"),
+    ("1 5 4\n4 1:1\n", r":2: expected labels in \[0, 4\), got \"4\""),
+    ("1 5 4\n-1 1:1\n", r":2: expected labels in \[0, 4\), got \"-1\""),
+    ("1 5 4\n1.5 1:1\n", r":2: expected labels in \[0, 4\), got \"1.5\""),
+    ("1 5 4\n1,1 1:1\n", r":2: expected different labels, got \"1\""),
+    ("1 5 4\n1, 1:1\n", r":2: expected a label behind each comma"),
+    ("1 5 4\n1:1\n", r":2: expected labels, then a space"),
+    ("1 5 4\n0 5:1\n", r":2: expected features in \[0, 5\), got \"5:1\""),
+    ("1 5 4\n0 -1:1\n", r":2: expected features in \[0, 5\), got \"-1:1\""),
+    ("1 5 4\n0 2:1 1:1\n", r":2: expected features that rise, after 2, got \"1:1\""),
+    ("1 5 4\n0 2:1 2:1\n", r":2: expected features that rise, after 2, got \"2:1\""),
+    ("1 5 4\n0 2:nan\n", r":2: expected a finite value, got \"2:nan\""),
+    ("1 5 4\n0 2:inf\n", r":2: expected a finite value"),
+    ("1 5 4\n0 2:+-1\n", r":2: expected a finite value"),
+    ("1 5 4\n0 2:\n", r":2: expected a finite value, got \"2:\""),
+    ("1 5 4\n0 2:1e999\n", r":2: expected a finite value"),
+    ("1 5 4\n0 2\n", r":2: expected a pair as feature:value, got \"2\""),
+    ("1 5 4\n0 " + "9" * 100 + ":1\n",
+     r":2: expected a pair as feature:value, got \"9{40}\.\.\.\""),
+])
+def test_malformed_files_are_refused_with_the_line(tmp_path, text, message):
+    path = tmp_path / "data.txt"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path}{message}"):
+        read_examples(path)
+
+
+def test_all_number_formats_are_read(tmp_path):
+    (tmp_path / "data.txt").write_text("1 6 2\n0 0:+0.5 1:1e-50 2:-2.5E+1 3:.25 4:7\n")
+    X, _ = read_examples(tmp_path / "data.txt")
+    assert X.toarray().tolist() == [[0.5, 0.0, -25.0, 0.25, 7.0, 0.0]]
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_randomly_changed_files_are_read_or_refused(tmp_path_factory, data):
+    """They never crash the process or give ids outside the range of the header."""
+    text = bytearray(GOOD.encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(text) - 1))
+        change = data.draw(st.sampled_from(["put", "cut", "add"]))
+        if change == "put":
+            text[at] = data.draw(st.integers(0, 255))
+        elif change == "cut" and len(text) > 1:
+            del text[at]
+        else:
+            text[at:at] = data.draw(st.binary(max_size=6))
+    path = tmp_path_factory.mktemp("changed") / "data.txt"
+    path.write_bytes(text)
+    try:
+        X, Y = read_examples(path)
+    except ValueError as error:
+        assert str(error).startswith(f"{path}:")
+        return
+    for part in (X, Y):
+        part.check_format(full_check=True)
+        assert np.isfinite(part.data).all() and part.has_canonical_format
+
+
+def test_npz_files_are_read(tmp_path):
+    X, Y = sp.random(6, 5, 0.5, format="csc"), sp.random(6, 3, 0.5)
+    for name, part in (("x.npz", X), ("y.npz", Y), ("short.npz", Y.tocsr()[:5])):
+        sp.save_npz(tmp_path / name, part)
+    found = read_examples(tmp_path / "x.npz", tmp_path / "y.npz")
+    assert found[0].format == "csr" and (found[0] != X.astype(
+        np.float32)).nnz == 0 and (found[1] != (Y != 0)).nnz == 0
+    (tmp_path / "bad.npz").write_bytes(b"PK nothing")
+    np.savez(tmp_path / "other.npz", a=np.ones(3))
+    for call, error, message in ((lambda: read_examples(tmp_path / "x.npz"), ValueError,
+                                  "expected labels beside"),
+                                 (lambda: read_examples(tmp_path / "x.npz", tmp_path / "short.npz"),
+                                  ValueError, "got 6 and 5"),
+                                 (lambda: read_examples(tmp_path / "data.txt", tmp_path / "y.npz"),
+                                  ValueError, "beside a .npz file alone"),
+                                 (lambda: read_examples(tmp_path / "none.txt"), FileNotFoundError,
+                                  "no file"), (lambda: read_sparse(tmp_path / "none.npz"),
+                                               FileNotFoundError, "no file"),
+                                 (lambda: read_sparse(tmp_path / "bad.npz"), ValueError,
+                                  "got another file"), (lambda: read_sparse(tmp_path / "other.npz"),
+                                                        ValueError, "got another file")):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_npz_files_with_wrong_numbers_are_refused(tmp_path):
+    sound = sp.csr_matrix(np.eye(3))
+    sp.save_npz(tmp_path / "sound.npz", sound)
+    for name, change, message in (("far", lambda m: m.indices.__setitem__(1, 77),
+                                   "contradict each other"),
+                                  ("nan", lambda m: m.data.__setitem__(0, np.nan),
+                                   "got nan in row 0, column 0")):
+        broken = sound.copy()
+        change(broken)
+        sp.save_npz(tmp_path / f"{name}.npz", broken)
+        for pair in ((name, "sound"), ("sound", name)):
+            with pytest.raises(ValueError, match=message):
+                read_examples(*(tmp_path / f"{part}.npz" for part in pair))
+    X, Y = read_examples(tmp_path / "sound.npz", tmp_path / "sound.npz")
+    assert X.dtype == Y.dtype == np.float32 and (Y.data == 1).all()

@@ -1,0 +1,90 @@
+"""The package loads its native library or explains why it cannot."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import xsoftmax
+from xsoftmax._core import library as core_library
+
+
+def import_error(environment: dict[str, str]) -> str:
+    """Returns the error of a new interpreter that imports the package of this test run."""
+    package = Path(xsoftmax.__file__).parent.parent
+    result = subprocess.run([
+        sys.executable, "-c", f"import sys; sys.path.insert(0, {str(package)!r}); import xsoftmax"
+    ], env={**os.environ, **environment}, capture_output=True, text=True)
+    assert result.returncode != 0, "the import succeeded"
+    return result.stderr.strip()
+
+
+@pytest.fixture
+def built_for_another_torch(tmp_path: Path) -> Path:
+    """A copy of the library as in the package, with a note that another torch built it."""
+    library = tmp_path / "lib" / "libxsoftmax.so"
+    note = tmp_path / "share" / "cmake" / "xsoftmax" / "torch_minor.txt"
+    library.parent.mkdir()
+    shutil.copy(core_library.path, library)
+    note.parent.mkdir(parents=True)
+    note.write_text("1.13\n")
+    return library
+
+
+def test_missing_library_names_the_path_and_the_remedy(tmp_path):
+    message = import_error({"XSOFTMAX_LIBRARY": str(tmp_path / "absent.so")})
+    assert f"{tmp_path}/absent.so: no such file" in message
+    assert "ImportError" in message and "pip install" in message
+
+
+def test_library_of_another_torch_names_both_versions(built_for_another_torch):
+    message = import_error({"XSOFTMAX_LIBRARY": str(built_for_another_torch)})
+    last = message.splitlines()[-1]  # one line holds the cause and the remedy
+    assert last.startswith("ImportError: ")
+    assert (f"built for torch 1.13, but torch {torch.__version__} is running: "
+            "pip install 'torch==1.13.*'") in last
+
+
+def test_file_that_is_no_library_shows_the_error_of_the_loader(tmp_path):
+    bad = tmp_path / "libxsoftmax.so"
+    bad.write_text("not a library")
+    message = import_error({"XSOFTMAX_LIBRARY": str(bad)})
+    assert str(bad) in message and "ImportError" in message
+
+
+def test_no_second_openmp_runtime():
+    """A second OpenMP runtime next to that of torch would double the thread pool."""
+    if not Path("/proc/self/maps").is_file():
+        pytest.skip("needs /proc")
+    # A separate process, since other tests import libraries with their own runtimes.
+    program = ("import xsoftmax, torch; torch.ones(9) @ torch.ones(9); "
+               "print(open('/proc/self/maps').read())")
+    maps = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          check=True).stdout
+    runtimes = {
+        line.split()[-1]
+        for line in maps.splitlines() if "libgomp" in line or "libiomp" in line
+    }
+    assert len(runtimes) <= 1, runtimes
+
+
+def test_no_operator_has_more_than_twelve_arguments():
+    schemas = [
+        schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("xsoftmax::")
+    ]
+    assert len(schemas) > 100
+    assert {schema.name: len(schema.arguments)
+            for schema in schemas if len(schema.arguments) > 12} == {}
+
+
+def test_errors_contain_no_absolute_path_of_the_build_machine():
+    """With C++ stacks enabled, messages of torch begin with the source file."""
+    library = next((Path(xsoftmax.__file__).parent / "lib").glob("libxsoftmax.*"))
+    text = library.read_bytes()
+    assert re.findall(rb'[\x00"]csrc/\w+/', text)  # relative paths are there
+    assert not re.findall(rb'[\x00"]/[^\x00"]*csrc/\w+/', text)
