@@ -15,7 +15,8 @@ if _torch.distributed.is_available():
 
 from ._core import library as _library  # noqa: F401 (loads the operators)
 from . import datasets, functional, label_vectors, metrics, optim, samplers, tables
-from .tools.advise import Advice, Choice, advise
+from .tools.advice import Advice, Choice
+from .tools.advise import advise
 from .losses.cached_step import cached_step
 from .losses.cane import CaneLoss
 from .optim.clip_grad import clip_grad_norm_
@@ -34,7 +35,8 @@ from .losses.linear_loss import LinearLoss
 from .integrations.replace import replace_head, restore_head
 from .retrieval import SearchIndex, SearchResult, to_faiss
 from .losses.sampled_softmax_loss import SampledSoftmaxLoss
-from .trees.tree_losses import BeamTreeLoss, HierarchicalSoftmaxLoss
+from .trees.beam_tree_loss import BeamTreeLoss
+from .trees.hierarchical_softmax_loss import HierarchicalSoftmaxLoss
 from .losses.two_tower import TwoTowerLoss
 from .matcher.xr_linear import XRLinear
 from ._core.arguments import explain_constructors as _explain_constructors

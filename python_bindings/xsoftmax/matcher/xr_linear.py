@@ -16,10 +16,12 @@ from .. import label_vectors
 from .._core.checks import check_count
 from .._core.files import open_regular
 from .._core.options import option_text
-from .._core.ranks import SingleProcess, digest, ranks_of
-from .._core.sparse import (canonical, csr_matrix, index_tensors, query_tensors, sparse_tensors,
-                            tensor_of)
+from .._core.ranks import digest, ranks_of
+from .._core.sparse import (csr_matrix, index_tensors, query_tensors, sparse_tensors, tensor_of)
 from ..trees.label_tree import LabelTree
+from .xr_linear_training import (Layers, Watch, checked_examples, checked_pairs, checked_relevance,
+                                 chosen_labels, dense_block, joined_chunks, layer_work,
+                                 mined_negatives, negative_schemes, united_lists)
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -154,7 +156,7 @@ class XRLinear:
         def checked() -> Tuple[Dict[str, Any], str]:
             nonlocal X, Y, relevance, user_negatives, arity, max_leaf_size, sweeps, beam
             nonlocal max_weights
-            X, Y = _checked_examples(X, Y)
+            X, Y = checked_examples(X, Y)
             if loss not in _LOSSES:
                 raise ValueError(f"XRLinear.train: expected loss as one of {list(_LOSSES)}, got "
                                  f"{loss!r}")
@@ -162,9 +164,9 @@ class XRLinear:
                 raise ValueError("XRLinear.train: expected dtype as torch.float16, torch.float32 "
                                  f"or None, got {dtype}")
             if relevance is not None:
-                relevance = _relevance(relevance, Y)
+                relevance = checked_relevance(relevance, Y)
             if user_negatives is not None:
-                user_negatives = _pairs("user_negatives", user_negatives, Y.shape)
+                user_negatives = checked_pairs("user_negatives", user_negatives, Y.shape)
             for name, value, kind in (("tree", tree, LabelTree), ("initial", initial, XRLinear)):
                 if value is not None and not isinstance(value, kind):
                     raise TypeError(f"XRLinear.train: expected {name} as {kind.__name__} or None, "
@@ -209,8 +211,8 @@ class XRLinear:
             tree = LabelTree._of_clusters(vectors, X.shape[1], {
                 "arity": arity, "iterations": 10, "max_leaf_size": max_leaf_size, "spherical": True
             }, generator, ranks)
-        layers = _Layers(tree)
-        schemes = _schemes(negatives, len(layers.first_child), user_negatives)
+        layers = Layers(tree)
+        schemes = negative_schemes(negatives, len(layers.first_child), user_negatives)
         transform = "sigmoid" if loss == "logistic" else "l3-hinge"
         begin = [[]] * len(schemes) if initial is None else initial._parts_for(layers, X.shape[1])
         options += f",seed={int(ranks.first(torch.randint(0, 2**63 - 1, (), generator=generator)))}"
@@ -218,11 +220,11 @@ class XRLinear:
         parts: List[List[Tensor]] = []
         stats = []
         lists: Any = None
-        with _Watch(progress if ranks.rank == 0 or callable(progress) else False,
-                    len(schemes)) as watch:
+        with Watch(progress if ranks.rank == 0 or callable(progress) else False,
+                   len(schemes)) as watch:
             for depth, scheme in enumerate(schemes):
                 started = time.perf_counter()
-                mined = [_mined(parts, X, bias, transform, beam, ranks)
+                mined = [mined_negatives(parts, X, bias, transform, beam, ranks)
                          ] if depth > 0 and "man" in scheme else []
 
                 def train_share() -> Any:
@@ -233,12 +235,12 @@ class XRLinear:
                         found = mined + ([lists] if "tfn" in scheme else [])
                         if "user" in scheme:
                             found.append(layers.lists(depth - 1, user_negatives)[:2])
-                        parents = _united(found, X.shape[0])
+                        parents = united_lists(found, X.shape[0])
                     *right, costs = layers.lists(depth, Y, relevance)
                     matched = time.perf_counter()
                     first, last = ranks.deal(
                         len(parents[0]) - 1,
-                        lambda: _work(rows, layers.first_child[depth], *parents))
+                        lambda: layer_work(rows, layers.first_child[depth], *parents))
                     share = f"{options},first_parent={first},last_parent={last}"
                     made = watch.run(depth, torch.ops.xsoftmax.linear_layer_train, rows, X.shape[1],
                                      layers.first_child[depth], parents, right, costs, begin[depth],
@@ -246,7 +248,7 @@ class XRLinear:
                     return made, right, len(parents[1]), matched
 
                 (*made, figures), lists, of_parents, matched = ranks.do(train_share)
-                made = _joined(*made, dtype, ranks)  # type: ignore[call-arg]
+                made = joined_chunks(*made, dtype, ranks)  # type: ignore[call-arg]
                 parts.append([layers.first_child[depth], *made])
                 swept, unconverged, before = ranks.sum(figures).tolist()
                 stats.append({
@@ -354,16 +356,16 @@ class XRLinear:
                  combiner: Any) -> Tuple[Tensor, Tensor, Tensor]:
         if getattr(X, "format", None) is not None:
             parts, width = query_tensors("XRLinear.predict", "X", X), X.shape[1]
-            block = None if dense is None else _block(dense, X.shape[0])
+            block = None if dense is None else dense_block(dense, X.shape[0])
         elif isinstance(X, Tensor) and X.layout == torch.sparse_csr:
             width = X.shape[1]
             parts = X.crow_indices(), X.col_indices(), X.values().to(torch.float32)
-            block = None if dense is None else _block(dense, X.shape[0])
+            block = None if dense is None else dense_block(dense, X.shape[0])
         else:
             if dense is not None:
                 raise TypeError("XRLinear.predict: expected X as a scipy sparse matrix beside "
                                 f"dense, got {type(X).__name__}")
-            block, width = _block(X, None), 0
+            block, width = dense_block(X, None), 0
             parts = torch.zeros(len(block) + 1,
                                 dtype=torch.int64), torch.empty(0,
                                                                 dtype=torch.int32), torch.empty(0)
@@ -372,7 +374,7 @@ class XRLinear:
                 f"XRLinear.predict: expected {self.num_features} features, got {width}" +
                 ("" if block is None else f" and {block.shape[1]} dense ones"))
         if only is not None:
-            only = _chosen(only, self.num_labels)
+            only = chosen_labels(only, self.num_labels)
         topk, beam = check_count("XRLinear.predict", "topk", topk,
                                  None), check_count("XRLinear.predict", "beam", beam, None)
         arguments = *parts, block, width, topk, beam, transform or "", combiner or "", only
@@ -427,7 +429,7 @@ class XRLinear:
     def _parts(self) -> List[List[Tensor]]:
         return [self.model.layer(i) for i in range(self.depth)]
 
-    def _parts_for(self, layers: "_Layers", features: int) -> List[List[Tensor]]:
+    def _parts_for(self, layers: "Layers", features: int) -> List[List[Tensor]]:
         parts = self._parts()
         same = (len(parts) == len(layers.first_child) and features == self.num_features
                 and torch.equal(self.model.labels(), layers.labels) and all(
@@ -436,257 +438,3 @@ class XRLinear:
             raise ValueError("XRLinear.train: expected initial with the features of X and the same "
                              "tree, got a model of others")
         return parts
-
-
-class _Layers:
-    """The layers of a tree. For each layer, ``first_child`` holds the offsets of the children of
-    each node of the layer above, and ``above`` the node that is an ancestor of each label (or the
-    label's own node). ``labels`` [L] lists the labels in the order of the last layer."""
-    def __init__(self, tree: LabelTree):
-        sizes = tree.layer_sizes or [1]  # a one-node tree: its label is placed below an added root
-        ends = np.cumsum([1, *sizes])
-        self.first_child, self.above = [], []
-        if not tree.layer_sizes:
-            self.first_child, self.above, self.labels = [torch.tensor([0, 1])
-                                                         ], [np.zeros(1, np.int32)
-                                                             ], torch.zeros(1, dtype=torch.int64)
-            return
-        for depth in range(len(sizes)):
-            begin, end = (ends[depth - 1], ends[depth]) if depth > 0 else (0, 1)
-            self.first_child.append(tree.first_child[begin:end + 1] - end)
-        inner = tree.node_class[:ends[-2]]
-        if (inner >= 0).any():
-            raise ValueError("XRLinear.train: expected a tree with all labels on its last layer, "
-                             "as LabelTree.from_vectors makes with "
-                             f"max_leaf_size, got label {int(inner[inner >= 0][0])} above it")
-        self.labels = tree.node_class[ends[-2]:].clone()
-        node = tree.class_node
-        for depth in reversed(range(len(sizes))):
-            self.above.insert(0, (node - ends[depth]).to(torch.int32).numpy())
-            node = tree.parent[node]
-
-    def lists(self, depth: int, pairs: Matrix,
-              weights: Optional[np.ndarray] = None) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-        """Returns, for each node of a layer, the rows with a label at or below it, as offsets and
-        rows, and the largest weight of each such row."""
-        import scipy.sparse as sp
-
-        nodes = len(self.labels) if depth + 1 == len(
-            self.first_child) else len(self.first_child[depth + 1]) - 1
-        data = np.ones(pairs.nnz, np.float32) if weights is None else weights
-        columns = sp.csr_matrix((data, self.above[depth][pairs.indices], pairs.indptr),
-                                shape=(pairs.shape[0], nodes)).tocsc()
-        rows, offsets, data = columns.indices, columns.indptr.astype(np.int64), columns.data
-        # keep each row once per node: duplicates are adjacent
-        first = np.ones(len(rows), bool)
-        first[1:] = rows[1:] != rows[:-1]
-        first[offsets[:-1][offsets[:-1] < len(rows)]] = True
-        if not first.all():
-            starts = np.flatnonzero(first)
-            data = data if weights is None else np.maximum.reduceat(data, starts)
-            offsets = np.concatenate([[0], np.cumsum(first)])[offsets]
-            rows = rows[starts]
-        costs = None if weights is None else torch.from_numpy(data.astype(np.float32))
-        return torch.from_numpy(offsets), torch.from_numpy(rows.astype(np.int32, copy=False)), costs
-
-
-class _Watch:
-    """Runs the training of layers and reports its progress."""
-    def __init__(self, progress: Union[bool, Progress], layers: int):
-        self.progress, self.layers, self.bar = progress, layers, None
-
-    def __enter__(self) -> "_Watch":
-        if self.progress is True:
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=100 * self.layers, unit="%", disable=None,
-                            bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}")
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def show(self, layer: int, done: int, total: int) -> None:
-        if self.bar is not None:
-            self.bar.set_description(f"layer {layer + 1} of {self.layers}", refresh=False)
-            self.bar.n = 100 * layer + 100 * done // max(total, 1)
-            self.bar.refresh()
-        elif callable(self.progress):
-            self.progress(layer, self.layers, done, total)
-
-    def run(self, layer: int, op: Callable[..., Tuple[Tensor, ...]], *args:
-            Any) -> Tuple[Tensor, ...]:
-        quiet = self.bar is None and not callable(self.progress)
-        return long_work.run(
-            f"layer {layer + 1}", op, *args,
-            show=None if quiet else lambda done, total: self.show(layer, done, total))
-
-
-def _checked_examples(X: Matrix, Y: Matrix) -> Tuple[Matrix, Matrix]:
-    """Returns X and Y in canonical form; the caller's matrices are not modified."""
-    fractions = getattr(getattr(Y, "dtype", None), "kind", "") == "f"
-    given, X, Y = Y, canonical("XRLinear.train", "X", X), _pairs("Y", Y)
-    if X.shape[0] != Y.shape[0]:
-        raise ValueError(f"XRLinear.train: expected X and Y with as many rows, got {X.shape[0]} "
-                         f"and {Y.shape[0]}: X is [n, D], here "
-                         f"{list(X.shape)}, Y is [n, L], here {list(Y.shape)}")
-    if fractions and X.nnz > 1 and (X.data == 1).all() and (np.mod(given.tocsr().data, 1)
-                                                            != 0).any():
-        warnings.warn(
-            "XRLinear.train: X holds ones alone and Y fractions, as if they had been "
-            "swapped: "
-            "X is [n, D], examples by features; Y is [n, L], and each of its values that "
-            "is "
-            "not 0 is a label", stacklevel=3)
-    return X, Y
-
-
-def _pairs(argument: str, Y: Matrix, shape: Optional[Tuple[int, int]] = None,
-           kind: str = "labels") -> Matrix:
-    """Returns the matrix as CSR in canonical form, after checking its shape."""
-    Y = canonical("XRLinear.train", argument, Y, kind)
-    if shape is not None and Y.shape != shape:
-        raise ValueError(f"XRLinear.train: expected {argument} of shape {list(shape)}, as Y, got "
-                         f"{list(Y.shape)}")
-    if Y.shape[1] == 0:
-        raise ValueError(f"XRLinear.train: expected {argument} with at least one label, got none")
-    return Y
-
-
-def _relevance(relevance: Matrix, Y: Matrix) -> np.ndarray:
-    """Returns the relevance of each pair of Y, in the order of Y's entries."""
-    relevance = _pairs("relevance", relevance, Y.shape, "weights")
-    if (relevance.data < 0).any():
-        raise ValueError("XRLinear.train: expected relevance of at least 0, got "
-                         f"{relevance.data[relevance.data < 0][0]}")
-    if relevance.nnz != Y.nnz or (relevance.indptr != Y.indptr).any() or (relevance.indices
-                                                                          != Y.indices).any():
-        raise ValueError(f"XRLinear.train: expected relevance for the {Y.nnz} pairs of Y and no "
-                         f"others, got {relevance.nnz}")
-    return relevance.data
-
-
-def _schemes(negatives: Union[str, Sequence[str]], depth: int,
-             user_negatives: Optional[Matrix]) -> List[List[str]]:
-    each = [negatives] * depth if isinstance(negatives, str) else list(negatives)
-    if len(each) != depth:
-        raise ValueError(f"XRLinear.train: expected negatives for {depth} layers, as the tree has, "
-                         f"got {len(each)}")
-    schemes = [str(scheme).split("+") for scheme in each]
-    for scheme, said in zip(schemes, each):
-        if not set(scheme) <= set(_NEGATIVES):
-            raise ValueError("XRLinear.train: expected negatives as \"tfn\", \"man\", \"user\" or "
-                             f"several joined by +, got {said!r}")
-        if "user" in scheme and user_negatives is None:
-            raise ValueError(f"XRLinear.train: expected user_negatives beside negatives={said!r}, "
-                             "got none")
-    if user_negatives is not None and not any("user" in scheme for scheme in schemes):
-        raise ValueError("XRLinear.train: expected negatives with \"user\" beside user_negatives, "
-                         "got " + repr(negatives))
-    return schemes
-
-
-def _mined(parts: List[List[Tensor]], X: Matrix, bias: float, transform: str, beam: int,
-           ranks: SingleProcess) -> Tuple[Tensor, Tensor]:
-    """Returns, for each node of the last trained layer, the rows whose beam search reaches it."""
-    import scipy.sparse as sp
-
-    nodes = int(parts[-1][0][-1])
-    first, last = ranks.deal(X.shape[0],
-                             lambda: torch.from_numpy(np.diff(X.indptr).astype(np.int64) + 1))
-
-    def search() -> Tuple[Tensor, Tensor, Tensor]:
-        model = torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, torch.arange(nodes),
-                                                parts)
-        rows = sparse_tensors(X if ranks.size == 1 else X[first:last])
-        return long_work.run("beams", model.predict, *rows, None, 0, beam, beam, "", "", None)
-
-    offsets, found, _ = ranks.do(search)
-    offsets, found = _offsets(ranks.gather(offsets.diff())), ranks.gather(found)
-    columns = sp.csr_matrix((np.ones(len(found), np.int8), found.numpy(), offsets.numpy()),
-                            shape=(X.shape[0], nodes)).tocsc()
-    return index_tensors(columns)
-
-
-def _offsets(counts: Tensor) -> Tensor:
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-
-
-def _work(rows: Tuple[Tensor, Tensor, Tensor], first_child: Tensor, offsets: Tensor,
-          of_parents: Tensor) -> Tensor:
-    """Estimates the work of each parent: the non-zeros of its rows (plus one per row), times its
-    number of children."""
-    numbers = _offsets((rows[0].diff() + 1)[of_parents])
-    return numbers[offsets].diff() * first_child.diff()
-
-
-def _joined(chunk: Tensor, feature: Tensor, more: Tensor, child: Tensor, value: Tensor,
-            dtype: Optional[torch.dtype], ranks: SingleProcess) -> List[Tensor]:
-    """Returns the whole layer, gathered from the shares of all ranks."""
-    value = _narrow(value, dtype, ranks)  # before sending it
-    return [
-        _offsets(ranks.gather(chunk.diff())),
-        *(ranks.gather(part) for part in (feature, more, child, value))
-    ]
-
-
-def _united(lists: List[Tuple[Tensor, Tensor]], rows: int) -> Tuple[Tensor, Tensor]:
-    """Returns, for each node, the union of its rows in all lists."""
-    import scipy.sparse as sp
-
-    if len(lists) == 1:
-        return lists[0][0], lists[0][1]
-    nodes = len(lists[0][0]) - 1
-    columns = sum(
-        sp.csc_matrix((np.ones(len(of), np.int8), of.numpy(), offsets.numpy()), shape=(rows, nodes))
-        for offsets, of in lists)
-    columns.sort_indices()
-    return index_tensors(columns)
-
-
-def _narrow(values: Tensor, dtype: Optional[torch.dtype], ranks: SingleProcess) -> Tensor:
-    if dtype == torch.float32:
-        return values
-    limits = torch.finfo(torch.float16)
-    sizes = values.abs()
-    ends = torch.stack([sizes.min(), -sizes.max()]) if len(sizes) > 0 else torch.tensor(
-        [limits.max, -limits.smallest_normal])
-    # all ranks choose the same dtype for the layer
-    smallest, largest = (ranks.gather(ends[None]).amin(0) * torch.tensor([1, -1])).tolist()
-    if smallest >= limits.smallest_normal and largest <= limits.max:
-        return values.to(torch.float16)
-    if dtype == torch.float16:
-        raise ValueError(f"XRLinear.train: expected weights in [{limits.smallest_normal:.2g}, "
-                         f"{limits.max:.0f}] for dtype float16, "
-                         f"got {smallest:.2g} to {largest:.2g}")
-    return values
-
-
-def _chosen(only: Union[Tensor, Sequence[int], np.ndarray], labels: int) -> Tensor:
-    wanted = tensor_of(only) if isinstance(
-        only, np.ndarray) else torch.as_tensor(only if isinstance(only, Tensor) else list(only))
-    if wanted.dtype == torch.bool:
-        if wanted.shape != (labels,):
-            raise ValueError(f"XRLinear.predict: expected only as a mask of shape [{labels}], got "
-                             f"{list(wanted.shape)}")
-        return wanted.nonzero().squeeze(1)
-    if wanted.dtype == torch.uint8:
-        raise TypeError("XRLinear.predict: expected only as ids of labels or a mask of bool, got "
-                        "uint8, which may be either")
-    if wanted.numel() > 0 and (wanted.is_floating_point() or wanted.is_complex()):
-        raise TypeError("XRLinear.predict: expected only as ids of labels or a mask, got dtype "
-                        f"{str(wanted.dtype).removeprefix('torch.')}")
-    return wanted.to("cpu", torch.int64)
-
-
-def _block(dense: Union[Tensor, np.ndarray], rows: Optional[int]) -> Tensor:
-    if not isinstance(dense, (Tensor, np.ndarray)):
-        raise TypeError("XRLinear.predict: expected X as a scipy sparse matrix, a tensor or an "
-                        f"array, got {type(dense).__name__}")
-    block = (tensor_of(dense) if isinstance(dense, np.ndarray) else dense).detach().to(
-        "cpu", torch.float32)
-    if block.dim() != 2 or (rows is not None and len(block) != rows):
-        raise ValueError("XRLinear.predict: expected dense features of shape "
-                         f"[{'n' if rows is None else rows}, d], got {list(block.shape)}")
-    return block

@@ -25,9 +25,9 @@ class Diagnosis:
     kl: float
     """KL(q || p) in nats, averaged over queries."""
     renyi: float
-    """log sum_i p_i^2 / q_i, averaged over queries: the Renyi divergence of order 2 of p from q,
-    which bounds the bias of the gradient (Chen et al., 2025, Theorem 6). Infinite if a class with
-    p > 0 is never proposed."""
+    """Renyi divergence of order 2 of p from q, log sum_i p_i^2 / q_i, averaged over queries. It
+    bounds the bias of the gradient (Chen et al., 2025, Theorem 6). Infinite if a class with p > 0
+    is never proposed."""
     gradient_bias: float
     """Norm of (mean sampled gradient - exact gradient) of `input`, corrected for the remaining
     noise, divided by the norm of the exact gradient. If the exact gradient is 0, as for a table of
@@ -40,7 +40,7 @@ class Diagnosis:
     candidates: float
     """Number of candidates per query."""
     log_z_bias: float
-    """Mean error of the estimate of the log normaliser: log sum e^s / count over the
+    """Mean error of the estimate of the log normaliser, log sum e^s / count over the
     candidates."""
     log_z_error: float
     """Root mean square error of that estimate."""

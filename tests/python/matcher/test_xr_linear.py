@@ -10,7 +10,7 @@ import torch
 
 import xsoftmax as xs
 from xr_linear_checks import layer_margins, parts, problem, same, small
-from xsoftmax.matcher.xr_linear import _Layers
+from xsoftmax.matcher.xr_linear_training import Layers
 
 
 def dense_scores(model, X, hinge=3):
@@ -126,7 +126,7 @@ def test_relevance_acts_as_a_positive_cost():
 
 
 def test_relevance_of_an_inner_node_is_the_largest_below():
-    layers = _Layers(xs.LabelTree.balanced(8, 2))
+    layers = Layers(xs.LabelTree.balanced(8, 2))
     pairs = sp.random(30, 8, 0.5, format="csr", random_state=0)
     for depth in range(3):
         want = {}

@@ -7,7 +7,7 @@ import torch
 
 import xsoftmax as xs
 
-MODULE = xs.tools.advise  # the function has the module's name in the package
+MODULE = xs.tools.advise_bench
 
 N, D, Q = 600, 8, 64
 
@@ -199,7 +199,7 @@ def test_part_of_the_batch_and_ignored_targets(counts, monkeypatch):
     target[::2] = -100
     assert xs.advise(loss, input.reshape(8, 8, D), target.reshape(8, 8), 2, samplers=["uniform"],
                      draws=[32]).queries == Q // 2
-    monkeypatch.setattr(MODULE, "_memory_left", lambda device: 0.0)
+    monkeypatch.setattr(MODULE, "memory_left", lambda device: 0.0)
     advice = xs.advise(loss, input, target, 10, samplers=["uniform"], draws=[32])
     assert "exact" not in [row.name
                            for row in advice.rows] and "does not fit into memory" in str(advice)
