@@ -73,7 +73,8 @@ nitpick_ignore_regex = [
     ("py:.*",
      r"(ParallelStyle|DeviceMesh|device|dtype|Nested|Dropout|BatchNorm|Dataset|IterableDataset)"),
     # base classes that are not public
-    ("py:class", r"xsoftmax\.(_|distributed\.class_parallel\.).*"),
+    ("py:class", r"xsoftmax\.(_core|distributed|losses|matcher|optim|samplers|tables|tools|trees)"
+     r"\.\w+\.\w+"),
     ("py:class", r"xsoftmax\.[\w.]+\.Loss"),  # a type variable
     ("py:class", "TorchOptions"),  # its keywords are in its docstring
     # names of ATen, c10, torch and the standard library, and names that Doxygen does not resolve

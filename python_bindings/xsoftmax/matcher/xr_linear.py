@@ -85,9 +85,8 @@ class XRLinear:
 
             min_w  |w|^2 / 2 + sum_i C_i loss(y_i w.x_i)
 
-        where y_i = 1 if row i has a label at or below c, else -1.
-        where y_i = 1 if row i has a label at or below c, else -1.
-        number of threads.
+        where y_i = 1 if row i has a label at or below c, else -1. The solver is dual coordinate
+        descent (Hsieh et al., 2008). The model has the same bits for any number of threads.
 
         Args:
             X: scipy sparse [n, D], one example per row, finite real numbers, converted to float32.
