@@ -1,6 +1,7 @@
 """Draft files of killed processes: the next save under that name removes them, but no draft of a
 running process."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -100,7 +101,8 @@ def half_written(tmp_path):
             if save is slow_model and new:
                 os.kill(child, signal.SIGSTOP)  # during a write of 64 MB
                 time.sleep(0.02)
-                if set(drafts(tmp_path, name)) - before:
+                # A folder without a lock is the one that the draft has just replaced.
+                if any(is_locked(draft) for draft in set(drafts(tmp_path, name)) - before):
                     return child
                 os.kill(child, signal.SIGCONT)
         raise AssertionError("no draft was seen")
@@ -114,6 +116,18 @@ def half_written(tmp_path):
     yield start
     for child in list(processes):
         stop(child)
+
+
+def is_locked(folder):
+    """Returns whether a process holds the lock of a draft folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def drafts(folder, name):
