@@ -43,7 +43,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build test test-all test-python test-slow test-cpp test-consumer exchange cpp-tests
+.PHONY: build test test-all test-python test-slow test-minutes test-cpp test-consumer exchange cpp-tests
 .PHONY: tutorials sanitize demo bench gpu cuda-check cuda-emulate cuda-emulate-brief cuda-page
 .PHONY: lint format clean gtest python-headers
 .PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
@@ -155,7 +155,7 @@ aarch64: $(READY)
 
 test: test-python test-cpp test-consumer
 
-test-all: test test-slow tutorials
+test-all: test test-slow test-minutes tutorials
 
 # The tests of a file share what they set up, so a file stays in one process.
 test-python: $(INSTALLED) $(INTEGRATIONS) exchange $(LINT_READY) | python-headers
@@ -176,6 +176,10 @@ python-headers: $(READY)
 # Tests that take longer than five seconds.
 test-slow: $(INSTALLED) $(INTEGRATIONS) exchange $(LINT_READY) | python-headers
 	python -m pytest tests/python -m slow -n $(JOBS) --dist loadfile -q $(PYTEST_ARGS)
+
+# Tests that take minutes: everything of a kind instead of a sample.
+test-minutes: $(INSTALLED) $(INTEGRATIONS) exchange $(LINT_READY) | python-headers
+	python -m pytest tests/python -m minutes -n $(JOBS) --dist loadfile -q $(PYTEST_ARGS)
 
 tutorials: $(INSTALLED)
 	python -m pytest tests/tutorials -s -q $(PYTEST_ARGS)

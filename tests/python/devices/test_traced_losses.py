@@ -22,7 +22,7 @@ EMULATED = hasattr(torch.ops.cuda_emulator, "findings")
 STEPS = 5  # a CUDA graph is recorded in the second one
 ON_HOST = ("steps", "step", "recent", "layer", *SCALARS)  # buffers that modules keep on the CPU
 on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU, and a CUDA build")
-slow_on_a_cpu = [] if DEVICE != "cpu" else [pytest.mark.slow]  # it compiles C++
+slow_on_a_cpu = [] if DEVICE != "cpu" else [pytest.mark.minutes]  # it compiles C++
 with_a_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="no C++ compiler: apt-get install g++")
 each = pytest.mark.parametrize("name", TRACED)
@@ -173,7 +173,7 @@ PACKAGED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @with_a_compiler
 @pytest.mark.parametrize("name", PACKAGED)
 def test_aot_inductor_packages_equal_eager_modules(name, tmp_path):

@@ -1,7 +1,7 @@
 """replace_head keeps the loss of each class of Transformers, or refuses the class.
 
 Otherwise a class that shifts labels differently or changes its logits would silently train another
-objective. The last tests check a sample of the classes, and all of them under `pytest -m slow`.
+objective. The last tests check a sample of the classes, and all of them under `pytest -m minutes`.
 """
 
 import collections
@@ -317,7 +317,7 @@ def test_a_class_keeps_its_objective(name):
     assert outcome_of(name) == ("same", "")
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_every_class_keeps_its_objective_or_is_refused():
     found = collections.defaultdict(dict)
     for name in classes():

@@ -85,7 +85,7 @@ def messages(tmp_path_factory):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.parametrize("number, call", list(enumerate([*RIGHT, *WRONG])), ids=[*RIGHT, *WRONG])
 def test_a_wrong_constructor_call_gives_one_short_error(messages, number, call):
     """Otherwise a user would look for the mistake in the headers of torch."""
