@@ -2,7 +2,7 @@
 # `make test` and `make demo` set up all they need: a virtual environment in .venv with torch, and
 # GoogleTest from the distribution. Targets are incremental.
 #
-#   make build       the package, in .venv: edits of Python need no build, edits of C++ compile what they
+#   make build       the package, in .venv: edits of Python need no build, of C++ compile what they
 #                    touch
 #   make test        Python tests, C++ tests, and a C++ project on the package; make test-all: the
 #                    slow tests as well, and the notebooks
@@ -17,7 +17,7 @@
 #   make aarch64     compiles and links the library for 64-bit ARM; fetches torch's wheel (0.4 GB)
 #   make cuda-check  compiles and links the CUDA kernels, refuses spilled registers; needs no GPU
 #                    (CUDA_ARCH="75;80;90;100;120": for a release)
-#   make cuda-emulate  runs the CUDA kernels on the CPU: five orders of threads, under sanitizers (half
+#   make cuda-emulate  runs the CUDA kernels on the CPU: five orders, under sanitizers (half
 #                    an hour); make cuda-emulate-brief: one order (8 minutes)
 #   make gpu         builds for the GPU of this machine, tests and measures: build/gpu/cuda.json
 #   make cuda-page   fills the tables of docs/howto/cuda.md from cuda-emulate and cuda-check
@@ -43,7 +43,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build test test-all test-python test-slow test-minutes test-cpp test-consumer exchange cpp-tests
+.PHONY: build test test-all test-python test-slow test-minutes test-cpp test-consumer exchange
+.PHONY: cpp-tests
 .PHONY: tutorials sanitize demo bench gpu cuda-check cuda-emulate cuda-emulate-brief cuda-page
 .PHONY: lint format clean gtest python-headers
 .PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
@@ -175,7 +176,7 @@ python-headers: $(READY)
 
 # Tests that take longer than five seconds.
 test-slow: $(INSTALLED) $(INTEGRATIONS) exchange $(LINT_READY) | python-headers
-	python -m pytest tests/python -m slow -n $(JOBS) --dist loadfile -q $(PYTEST_ARGS)
+	python -m pytest tests/python -m "slow and not minutes" -n $(JOBS) --dist loadfile -q $(PYTEST_ARGS)
 
 # Tests that take minutes: everything of a kind instead of a sample.
 test-minutes: $(INSTALLED) $(INTEGRATIONS) exchange $(LINT_READY) | python-headers
