@@ -12,8 +12,8 @@ using namespace cuda;
 
 constexpr int64_t kMostRanked = 4096; // 32 KB of shared memory
 
-// Each block loads all ids and ranks kThreads of them: each thread counts the ids that sort before
-// its own. Equal ids occur only if a table is corrupt; they keep their order.
+// Each block loads all ids and ranks some of them: each thread counts the ids that sort before its
+// own. Equal ids occur only if a table is corrupt; they keep their order.
 __global__ void rank_ids_kernel(int64_t* out, const int64_t* ids, int64_t count) {
   extern __shared__ __align__(16) unsigned char shared[];
   int64_t* const all = reinterpret_cast<int64_t*>(shared);
@@ -21,16 +21,14 @@ __global__ void rank_ids_kernel(int64_t* out, const int64_t* ids, int64_t count)
     all[i] = ids[i];
   }
   __syncthreads();
-  const int64_t mine = global_thread();
-  if (mine >= count) {
-    return;
+  for (int64_t mine = global_thread(); mine < count; mine += grid_threads()) {
+    const int64_t id = all[mine];
+    int64_t rank = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      rank += all[i] < id || (all[i] == id && i < mine) ? 1 : 0;
+    }
+    out[rank] = id;
   }
-  const int64_t id = all[mine];
-  int64_t rank = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    rank += all[i] < id || (all[i] == id && i < mine) ? 1 : 0;
-  }
-  out[rank] = id;
 }
 
 } // namespace
