@@ -4,8 +4,8 @@ the file after the process is killed.
     python benchmarks/mapped_table.py --folder /somewhere/with/40/GB --classes 120000000
     python benchmarks/mapped_table.py --only kill
 
-"step" is sampled softmax of 700 queries of width 64 with 512 samples and RowSGD. Targets follow
-Zipf's law (log-uniform over all classes). It is compared with the same step over a tenth of the
+"step" is sampled softmax of 700 queries of width 64 with 512 samples and RowSGD. Targets are
+log-uniform over all classes. It is compared with the same step over a tenth of the
 classes in memory, in interleaved turns of 50 steps; each figure is a ratio of median turns. With
 "by falling frequency", classes are sorted as in a vocabulary and samples are log-uniform. With "in
 any order", classes are scattered over the table and samples are uniform, so most pages of a step

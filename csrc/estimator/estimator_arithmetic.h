@@ -217,8 +217,8 @@ XS_ROW Row<T> prepare(const Lanes& lanes, const LossRows<T>& rows, int64_t q, T*
   const Missing of_all = adjust_columns(lanes, buffer + p, score + p, shared_log_count,
                                         rows.shared_ids, target, rows, rows.distinct_shared, s);
 
-  // Of M samples with replacement, m are not hits. Renormalising q to the classes other than the
-  // target multiplies the weight of each by (M - c_y) / m, c_y the target's expected count.
+  // Renormalising q to the classes other than the target multiplies the weight of each sample by
+  // (M - c_y) / m: M samples with replacement, m of them not hits, c_y the target's expected count.
   T factor = 0;
   const int64_t columns = (p - rows.distinct_private) + (s - rows.distinct_shared);
   const int64_t draws = columns - lanes.sum(of_query.absent + of_all.absent),

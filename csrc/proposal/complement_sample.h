@@ -36,8 +36,8 @@ at::Tensor sort_sets(const at::Tensor& sets, int64_t num_classes);
 /// inside: returned by sort_sets. draws: int64 [Q, num_samples tries], of a sampler; of each
 /// `tries` consecutive draws the first one outside the set is taken. If there is none, or without
 /// draws, the class is uniform outside the set: its rank there is floor(u (N - |C|)), with u from
-/// the 53 upper bits of Philox block (query, draw). Of queries [Q, D] only the number of rows
-/// matters. If no class is outside, returns arbitrary classes.
+/// the 53 upper bits of Philox block (query, draw). Only the number of rows of queries
+/// [Q, D] matters. If no class is outside, returns arbitrary classes.
 at::Tensor complement_sample(const at::Tensor& seed, const at::Tensor& inside,
                              const OptionalTensor& draws, const at::Tensor& queries,
                              std::string_view options);

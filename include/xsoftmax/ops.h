@@ -354,7 +354,7 @@ struct CandidateBatch {
   double label_smoothing;
 };
 
-/// What an estimator requires from the candidates.
+/// Requirements of an estimator on the candidates.
 struct EstimatorTraits {
   bool corrects_target = false; ///< the target's score is lowered by its log expected count
   bool needs_target_count = false; ///< target_log_count is required

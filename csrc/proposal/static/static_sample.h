@@ -118,7 +118,7 @@ void static_grow_(at::TensorList tables, at::TensorList tail, int64_t num_classe
 /// static_sample(seed, queries, target, tables, options) -> (ids, log_count, target_log_count):
 /// draws by uniform_sample, log_uniform_sample, alias_sample or systematic_sample.
 ///
-/// Of queries [Q, D] only the number of rows matters. target: int64, any shape, -1 for no class.
+/// Only the number of rows of queries [Q, D] matters. target: int64, any shape, -1 for no class.
 /// ids: int64 [M] or [Q, M]. log_count: float32 in their shape. target_log_count: float32 in
 /// target's shape, [0] without targets.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> static_sample(const at::Tensor& seed,

@@ -259,8 +259,6 @@ class RowOptimizer(torch.optim.Optimizer):
                 values.append(_local(grad))
                 tensors += self._tensors(state)
             counts.append(len(group_params))
-        for param, _, _, text, _ in lazy:  # before anything changes
-            self._call("_state", torch.empty(0, dtype=param.dtype), False, text)
         if params:
             self._call("_step_", params, rows, values, tensors, texts, counts, rates)
         by_terms = {param: fresh.pop(param) for param, *_ in lazy if param in fresh}

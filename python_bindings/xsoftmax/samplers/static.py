@@ -199,7 +199,7 @@ class UniformSampler(StaticSampler):
 
 @register("log_uniform")
 class LogUniformSampler(StaticSampler):
-    """Samples classes by Zipf's law, for classes sorted by descending frequency.
+    """Samples from a Zipf distribution, for classes sorted by descending frequency.
 
     ``q_i = (ln(i + 2) - ln(i + 1)) / (ln(N + 1) - ln(h + 1))`` for i in [h, N), where h is the
     number of excluded classes: the distribution of TensorFlow's ``log_uniform_candidate_sampler``.

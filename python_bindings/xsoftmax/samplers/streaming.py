@@ -58,7 +58,7 @@ class StreamingCounts(TableBuffers):
     seen: ids that stop occurring keep their last estimate, and estimates do not sum to 1. If ids
     are dense, prefer dense counts.
 
-    Collisions: for 100,000 to 10,000,000 ids by Zipf's law in 2^20 buckets, q of the 1,000 most
+    Collisions: for 100,000 to 10,000,000 Zipf-distributed ids in 2^20 buckets, q of the 1,000 most
     frequent ids was at most 2.2 % too high with two hash functions and 0.8 % with four; with one, 6
     to 18 of them were more than 5 % too high (``benchmarks/streaming_counts.py --only
     collisions``).

@@ -1,4 +1,4 @@
-"""What advise measures: which losses are candidates, and what a step of each costs and errs."""
+"""The measurements of advise: the candidate losses, and the cost and error of a step of each."""
 
 import copy
 import dataclasses

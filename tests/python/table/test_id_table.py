@@ -91,7 +91,7 @@ class PlainIdTable:
 
 
 def stream(seed, batches, ids, most):
-    """Batches of ids by Zipf's law that drifts, spread over all of int64."""
+    """Batches of Zipf-distributed ids that drift, spread over all of int64."""
     random, names = np.random.default_rng(seed), np.random.default_rng(7).integers(
         -(2**63), 2**63 - 1, ids)
     names[:3] = -(2**63), 2**63 - 1, 0
