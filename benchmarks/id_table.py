@@ -10,7 +10,8 @@ rows at intervals: here every 2^20 ids, and, as its cheapest setting, only once.
 
 A step looks up and embeds 4,096 ids (width 64, row-sparse gradients), which are also each other's
 targets for SampledSoftmaxLoss (512 shared uniform samples), with RowAdam. The ids have a Zipf
-distribution over a million ids. Some of them are new, and because the table is full, as many others are evicted.
+distribution over a million ids. Some of them are new, and because the table is full, as many
+others are evicted.
 """
 
 import argparse

@@ -211,16 +211,14 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 /// Collects the library's operators as they are defined.
 class NewOperators final : public c10::OpRegistrationListener {
  public:
-  explicit NewOperators(std::vector<c10::OperatorHandle>* defined) : defined_(defined) {}
   void onOperatorRegistered(const c10::OperatorHandle& op) override {
-    if (op.operator_name().name.starts_with("xsoftmax::")) {
-      defined_->push_back(op);
+    if (defined != nullptr && op.operator_name().name.starts_with("xsoftmax::")) {
+      defined->push_back(op);
     }
   }
   void onOperatorDeregistered(const c10::OperatorHandle& op) override {}
 
- private:
-  std::vector<c10::OperatorHandle>* defined_;
+  static inline std::vector<c10::OperatorHandle>* defined = nullptr; ///< while a file defines some
 };
 
 constexpr DispatchKey kOtherLayouts[] = {
@@ -267,11 +265,14 @@ void guard_operator(torch::Library& m, const c10::OperatorHandle& op,
 
 void define_guarded(torch::Library& m, void (*define)(torch::Library&),
                     std::span<const OwnKernel> own) {
+  // Added once and never removed: a new listener is first notified of every operator of torch.
+  static auto* const listening = new c10::RegistrationHandleRAII(
+      c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<NewOperators>()));
+  (void)listening;
   std::vector<c10::OperatorHandle> defined;
-  auto listening = c10::Dispatcher::singleton().addRegistrationListener(
-      std::make_unique<NewOperators>(&defined));
-  defined.clear(); // a new listener is first notified of all earlier operators
+  NewOperators::defined = &defined;
   define(m);
+  NewOperators::defined = nullptr;
   for (const c10::OperatorHandle& op : defined) {
     guard_operator(m, op, own);
   }

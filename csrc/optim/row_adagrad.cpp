@@ -25,8 +25,9 @@ struct AdagradRule {
   using Options = optim::RowAdagradOptions;
   static constexpr const char* kName = "RowAdagrad";
   static constexpr const char *kStep = "row_adagrad_step_", *kRows = "row_adagrad_rows_",
-                              *kTerms = "row_adagrad_terms_", *kState = "row_adagrad_state",
-                              *kFlush = "row_adagrad_flush_";
+                              *kTerms = "row_adagrad_terms_",
+                              *kCheckTerms = "row_adagrad_check_terms",
+                              *kState = "row_adagrad_state", *kFlush = "row_adagrad_flush_";
   static constexpr size_t kRowState = 2, kDenseState = 2;
   static constexpr std::array<size_t, 1> kHostState{kCount};
   static constexpr std::array<const char*, kRowState> kNames{"step", "sum"};

@@ -37,8 +37,8 @@ struct AdamRule : PendingRule<AdamRule> {
   using Options = optim::RowAdamOptions;
   static constexpr const char* kName = "RowAdam";
   static constexpr const char *kStep = "row_adam_step_", *kRows = "row_adam_rows_",
-                              *kTerms = "row_adam_terms_", *kState = "row_adam_state",
-                              *kFlush = "row_adam_flush_";
+                              *kTerms = "row_adam_terms_", *kCheckTerms = "row_adam_check_terms",
+                              *kState = "row_adam_state", *kFlush = "row_adam_flush_";
   static constexpr size_t kRowState = 5, kDenseState = 3;
   static constexpr std::array<size_t, 2> kHostState{kCount, kPending};
   static constexpr std::array<const char*, kRowState> kNames{"step", "exp_avg", "exp_avg_sq",

@@ -46,8 +46,8 @@ struct SgdRule : PendingRule<SgdRule> {
   using Options = optim::RowSGDOptions;
   static constexpr const char* kName = "RowSGD";
   static constexpr const char *kStep = "row_sgd_step_", *kRows = "row_sgd_rows_",
-                              *kTerms = "row_sgd_terms_", *kState = "row_sgd_state",
-                              *kFlush = "row_sgd_flush_";
+                              *kTerms = "row_sgd_terms_", *kCheckTerms = "row_sgd_check_terms",
+                              *kState = "row_sgd_state", *kFlush = "row_sgd_flush_";
   static constexpr size_t kRowState = 4, kDenseState = 2;
   static constexpr std::array<size_t, 2> kHostState{kCount, kPending};
   static constexpr std::array<const char*, kRowState> kNames{"step", "momentum_buffer", "last_step",

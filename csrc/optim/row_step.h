@@ -240,7 +240,7 @@ inline constexpr OwnKernel kSparseStep[] = {{Rule::kStep, c10::DispatchKey::Spar
                                             {Rule::kStep, c10::DispatchKey::SparseCUDA},
                                             {Rule::kStep, c10::DispatchKey::SparseMeta}};
 
-/// Defines the five operators, in TORCH_LIBRARY blocks.
+/// Defines the operators of a rule; the functions below implement them in TORCH_LIBRARY_IMPL blocks.
 template <typename Rule>
 void define(torch::Library& m) {
   m.def((std::string(Rule::kState) + "(Tensor param, bool rows, str options) -> Tensor[]").c_str());
@@ -260,6 +260,11 @@ void define(torch::Library& m) {
          "Tensor input, str options, Tensor? lr=None) -> ()")
             .c_str(),
         kUsesHostState);
+  m.def((std::string(Rule::kCheckTerms) +
+         "(Tensor param, Tensor[] state, Tensor rows, Tensor sources, Tensor coefficients, "
+         "Tensor input, str options, Tensor? lr=None) -> ()")
+            .c_str(),
+        kUsesHostState);
   m.def((std::string(Rule::kFlush) + "(Tensor(a!) param, Tensor(b!)[] state) -> ()").c_str(),
         kUsesHostState);
 }
@@ -270,6 +275,7 @@ void on_any_device(torch::Library& m) {
   m.impl(Rule::kStep, row_step<Rule>);
   m.impl(Rule::kRows, row_rows_composite<Rule>);
   m.impl(Rule::kTerms, row_terms_any<Rule>);
+  m.impl(Rule::kCheckTerms, row_terms_meta<Rule>);
   m.impl(Rule::kFlush, row_flush_composite<Rule>);
 }
 
@@ -297,6 +303,7 @@ void on_meta(torch::Library& m) {
   m.impl(Rule::kStep, row_step_meta<Rule>);
   m.impl(Rule::kRows, row_rows_meta<Rule>);
   m.impl(Rule::kTerms, row_terms_meta<Rule>);
+  m.impl(Rule::kCheckTerms, row_terms_meta<Rule>);
   m.impl(Rule::kFlush, row_flush_meta<Rule>);
 }
 

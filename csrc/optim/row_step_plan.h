@@ -78,6 +78,12 @@
 //
 // takes a step for one table with row state, whose gradient is given as terms (table/row_terms.h).
 // A CUDA kernel reads the terms directly; elsewhere they are expanded to values first.
+//
+//     row_adam_check_terms(Tensor param, Tensor[] state, Tensor rows, Tensor sources,
+//                          Tensor coefficients, Tensor input, str options, Tensor? lr=None) -> ()
+//
+// raises what row_adam_terms_ would raise and changes nothing. A step over several tables checks all
+// of them first.
 
 namespace xsoftmax {
 

@@ -237,3 +237,20 @@ def test_tables_are_resized(classes):
     assert pending(loss)
     optimizer.step()
     assert loss.linear.weight.shape == (classes, D) and loss.linear.weight.isfinite().all()
+
+
+def test_a_refused_step_changes_no_other_parameter():
+    """A table that refuses its options is checked before other parameters step."""
+    loss, _ = make(lazy=False)
+    other = torch.nn.Parameter(torch.ones(3))
+    optimizer = xs.optim.RowAdam(
+        [dict(params=[other]), dict(params=loss.parameters())], lazy_gradient=True)
+    loss(*batch()).backward()
+    other.grad = torch.ones(3)
+    assert pending(loss)
+    optimizer.param_groups[1].update(lr=5.0, weight_decay=1.0)
+    table = loss.linear.weight.detach().clone()
+    with pytest.raises(ValueError, match="lr \\* weight_decay below 1"):
+        optimizer.step()
+    assert torch.equal(other, torch.ones(3)) and torch.equal(loss.linear.weight, table)
+    assert not optimizer.state and pending(loss)

@@ -259,6 +259,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 values.append(_local(grad))
                 tensors += self._tensors(state)
             counts.append(len(group_params))
+        for param, of_rows, left, text, rate in lazy:  # before any parameter changes
+            self._call("_check_terms", param, of_rows, *left, text, rate)
         if params:
             self._call("_step_", params, rows, values, tensors, texts, counts, rates)
         by_terms = {param: fresh.pop(param) for param, *_ in lazy if param in fresh}

@@ -55,10 +55,14 @@ def test_the_program_runs_parts_and_writes_a_record(tmp_path):
 
 
 def test_a_part_that_cannot_run_is_a_row(tmp_path):
-    rows, _ = run(tmp_path, "--device", "nowhere", "--tiny", "--only", "shared,private",
-                  status=1)  # fmt: skip
+    """And a record of earlier figures stays if nothing was measured."""
+    record = tmp_path / "record.json"
+    record.write_text("earlier figures")
+    rows, _ = run(tmp_path, "--device", "nowhere", "--tiny", "--only", "shared,private", "--json",
+                  str(record), status=1)  # fmt: skip
     assert [row["figure"] for row in rows] == ["(part shared)", "(part private)"]
     assert all("no device nowhere" in row["detail"] for row in rows)
+    assert record.read_text() == "earlier figures"
     rows, _ = run(tmp_path, "--device", "cpu", "--tiny", "--only", "shared", "--minutes", "0",
                   status=1)  # fmt: skip
     assert "not enough time was left" in rows[0]["detail"]

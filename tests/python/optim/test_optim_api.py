@@ -357,3 +357,21 @@ def test_wrong_arguments_of_step_operators_are_refused():
     for call in (RowSGD([param]).step, lambda: xsoftmax.clip_grad_norm_([param], 1.0)):
         with pytest.raises(RuntimeError, match="2 sparse dimensions"):
             call()
+
+
+def test_lazy_tables_can_be_wrapped_as_parameters():
+    """torch.nn.Parameter and nn.Embedding.from_pretrained take the table of a lazy optimizer, and
+    detach() returns a plain tensor."""
+    table = torch.nn.Parameter(torch.randn(5, 3))
+    RowAdam([table], lazy_gradient=True)
+    assert type(table) is not torch.nn.Parameter and type(table.detach()) is torch.Tensor
+    again = torch.nn.Parameter(table)
+    embedding = torch.nn.Embedding.from_pretrained(table)
+    for parameter in (again, embedding.weight):
+        assert isinstance(parameter, torch.nn.Parameter) and parameter.grad is None
+        assert parameter.data_ptr() == table.data_ptr()
+
+
+def test_a_group_cannot_set_lazy_gradient():
+    with pytest.raises(TypeError, match="expected lazy_gradient as an argument of the optimizer"):
+        RowAdam([dict(params=[torch.nn.Parameter(torch.ones(2, 3))], lazy_gradient=True)])

@@ -77,12 +77,14 @@ def optimizer_samples():
         state, step = (getattr(ops, rule + suffix) for suffix in ("_state", "_step_"))
         of_rows, dense = state(weight, True, options), state(bias, False, options)
         step([weight.clone()], [rows], [values], of_rows, [options], [1])
+        terms = (rows.sort().values, torch.tensor([2, 0, 1, 2, 2],
+                                                  dtype=torch.int32), torch.randn(5),
+                 torch.randn(3, D))
         made |= {
             f"{rule}_state": (weight, True, options), f"{rule}_flush_": (weight, of_rows),
             f"{rule}_rows_": (weight, of_rows, rows, values, options, torch.tensor(0.2)),
-            f"{rule}_terms_": (weight, of_rows, rows.sort().values,
-                               torch.tensor([2, 0, 1, 2, 2], dtype=torch.int32), torch.randn(5),
-                               torch.randn(3, D), options, torch.tensor(0.2)),
+            f"{rule}_terms_": (weight, of_rows, *terms, options, torch.tensor(0.2)),
+            f"{rule}_check_terms": (weight, of_rows, *terms, options, torch.tensor(0.2)),
             f"{rule}_step_": ([weight, bias], [rows, None], [values, torch.randn(N)],
                               [*of_rows, *dense], [options], [2], [torch.tensor(0.2)])
         }
