@@ -97,8 +97,8 @@ class StaticSamplerImpl : public DescribedSamplerImpl {
   void to(torch::Device device, bool non_blocking = false) override;
 
  protected:
-  struct Law; // tables and options, as the operator static_tables returns them
-  explicit StaticSamplerImpl(const Law& distribution);
+  struct Distribution; // tables and options, as the operator static_tables returns them
+  explicit StaticSamplerImpl(const Distribution& distribution);
   /// Returns the name of a distribution that is determined by the number of classes; empty for
   /// fixed weights.
   virtual const char* distribution() const { return ""; }
@@ -139,7 +139,8 @@ class LogUniformSamplerImpl : public StaticSamplerImpl {
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
 
  protected:
-  explicit LogUniformSamplerImpl(const Law& distribution) : StaticSamplerImpl(distribution) {}
+  explicit LogUniformSamplerImpl(const Distribution& distribution)
+      : StaticSamplerImpl(distribution) {}
   const char* distribution() const override { return "log_uniform"; }
 };
 class LogUniformSampler : public Holder<LogUniformSamplerImpl> {

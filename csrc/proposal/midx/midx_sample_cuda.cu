@@ -259,9 +259,9 @@ struct SharedDistribution {
 // Computes the count of one pair per thread. ids: one per pair, or shared by all queries (`same`);
 // -1 means no class. scale and bar: the plan of a set without replacement, else nullptr. The
 // tolerance of 1e-6 for certain classes allows for weights read from a float32 table.
-template <typename Law>
+template <typename Distribution>
 __global__ void midx_count_kernel(float* log_count, const int64_t* ids, bool same, int64_t pairs,
-                                  int64_t width, MidxDeviceIndex index, Law distribution,
+                                  int64_t width, MidxDeviceIndex index, Distribution distribution,
                                   const double* scale, const double* bar, double log_samples) {
   for (int64_t i = global_thread(); i < pairs; i += grid_threads()) {
     const int64_t query = i / width, id = ids[same ? i % width : i], cell = index.cell_of(id);
@@ -281,14 +281,14 @@ __global__ void midx_count_kernel(float* log_count, const int64_t* ids, bool sam
 
 // Computes the counts of classes ids [queries, width] into `out` of the same shape; both are
 // contiguous. ids [width] apply to all queries.
-template <typename Law>
+template <typename Distribution>
 void count(const Tensor& out, const Tensor& ids, const MidxDeviceTables& tables,
-           const Law& distribution, const Tensor& scales, double log_samples) {
+           const Distribution& distribution, const Tensor& scales, double log_samples) {
   const int64_t pairs = out.numel();
   if (pairs == 0) {
     return;
   }
-  midx_count_kernel<Law>
+  midx_count_kernel<Distribution>
       <<<grid_size(pairs, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
           out.mutable_data_ptr<float>(), ids.const_data_ptr<int64_t>(), ids.numel() < pairs, pairs,
           out.size(-1), tables.view, distribution,

@@ -16,9 +16,9 @@ namespace xsoftmax::samplers {
 
 using at::Tensor;
 
-struct StaticSamplerImpl::Law {
-  Law(const char* owner, const Tensor& weights, std::optional<double> power, const Tensor& classes,
-      const StaticOptions& options)
+struct StaticSamplerImpl::Distribution {
+  Distribution(const char* owner, const Tensor& weights, std::optional<double> power,
+               const Tensor& classes, const StaticOptions& options)
       : name(owner) {
     std::tie(tables, text) =
         static_tables(owner, optional(weights), power, optional(classes), print_options(options));
@@ -83,7 +83,7 @@ std::shared_ptr<SamplerImpl> make_unigram(const SamplerRequest& request) {
 
 } // namespace
 
-StaticSamplerImpl::StaticSamplerImpl(const Law& distribution)
+StaticSamplerImpl::StaticSamplerImpl(const Distribution& distribution)
     : DescribedSamplerImpl(distribution.name, distribution.made.num_classes,
                            distribution.made.num_samples, distribution.made.shared,
                            distribution.made.distinct),
@@ -91,30 +91,31 @@ StaticSamplerImpl::StaticSamplerImpl(const Law& distribution)
 
 StaticSamplerImpl::StaticSamplerImpl(const Tensor& weights, int64_t num_samples,
                                      const DrawOptions& options)
-    : StaticSamplerImpl(Law("StaticSampler", weights, {}, options.exclude,
-                            drawing("table", 0, num_samples, options))) {}
+    : StaticSamplerImpl(Distribution("StaticSampler", weights, {}, options.exclude,
+                                     drawing("table", 0, num_samples, options))) {}
 UniformSamplerImpl::UniformSamplerImpl(int64_t num_classes, int64_t num_samples,
                                        const DrawOptions& options)
-    : StaticSamplerImpl(Law("UniformSampler", {}, {}, options.exclude,
-                            drawing("uniform", num_classes, num_samples, options))) {}
+    : StaticSamplerImpl(Distribution("UniformSampler", {}, {}, options.exclude,
+                                     drawing("uniform", num_classes, num_samples, options))) {}
 LogUniformSamplerImpl::LogUniformSamplerImpl(int64_t num_classes, int64_t num_samples,
                                              const DrawOptions& options)
-    : StaticSamplerImpl(Law("LogUniformSampler", {}, {}, options.exclude,
-                            drawing("log_uniform", num_classes, num_samples, options))) {}
+    : StaticSamplerImpl(Distribution("LogUniformSampler", {}, {}, options.exclude,
+                                     drawing("log_uniform", num_classes, num_samples, options))) {}
 UnigramSamplerImpl::UnigramSamplerImpl(const Tensor& counts, int64_t num_samples, double power,
                                        const DrawOptions& options)
-    : StaticSamplerImpl(Law("UnigramSampler", counts, power, options.exclude,
-                            drawing("table", 0, num_samples, options))) {}
+    : StaticSamplerImpl(Distribution("UnigramSampler", counts, power, options.exclude,
+                                     drawing("table", 0, num_samples, options))) {}
 FixedSamplerImpl::FixedSamplerImpl(int64_t num_classes, const Tensor& ids)
-    : StaticSamplerImpl(Law("FixedSampler", {}, {}, ids, drawing("fixed", num_classes, 0, {}))) {}
+    : StaticSamplerImpl(
+          Distribution("FixedSampler", {}, {}, ids, drawing("fixed", num_classes, 0, {}))) {}
 
 std::string StaticSamplerImpl::describe() const { return "static:7:" + options_; }
 
 std::shared_ptr<SamplerImpl> StaticSamplerImpl::excluding(const Tensor& ids) const {
   const std::string owner = name();
   const Tensor weights = tables_[kProbability].numel() > 0 ? tables_[kProbability] : Tensor();
-  const Law distribution(owner.c_str(), weights, {}, ids,
-                         parse_options<StaticOptions>(owner.c_str(), options_));
+  const Distribution distribution(owner.c_str(), weights, {}, ids,
+                                  parse_options<StaticOptions>(owner.c_str(), options_));
   return std::shared_ptr<SamplerImpl>(new StaticSamplerImpl(distribution));
 }
 
@@ -126,8 +127,8 @@ std::shared_ptr<SamplerImpl> FixedSamplerImpl::excluding(const Tensor& ids) cons
 
 std::shared_ptr<SamplerImpl> LogUniformSamplerImpl::excluding(const Tensor& ids) const {
   const Tensor weights = tables_[kProbability].numel() > 0 ? tables_[kProbability] : Tensor();
-  const Law distribution("LogUniformSampler", weights, {}, ids,
-                         parse_options<StaticOptions>("LogUniformSampler", options_));
+  const Distribution distribution("LogUniformSampler", weights, {}, ids,
+                                  parse_options<StaticOptions>("LogUniformSampler", options_));
   return std::shared_ptr<SamplerImpl>(new LogUniformSamplerImpl(distribution));
 }
 
@@ -223,8 +224,9 @@ int64_t num_ids_of(const char* owner, const StreamingCounts& counts) {
 
 UnigramSamplerImpl::UnigramSamplerImpl(StreamingCounts counts, int64_t num_samples,
                                        const FollowOptions& follow, const DrawOptions& options)
-    : StaticSamplerImpl(Law("UnigramSampler", at::ones({num_ids_of("UnigramSampler", counts)}), {},
-                            options.exclude, drawing("table", 0, num_samples, options))),
+    : StaticSamplerImpl(Distribution("UnigramSampler",
+                                     at::ones({num_ids_of("UnigramSampler", counts)}), {},
+                                     options.exclude, drawing("table", 0, num_samples, options))),
       follow_(follow), draws_(options) {
   follow_.distinct = distinct();
   follow_options("UnigramSampler", print_options(follow_));
