@@ -130,17 +130,21 @@ void row_adagrad_rows_reference(const RowAdagradUpdate& u, const Tensor& rows,
   u.param.index_copy_(0, ids, moved.to(u.param.scalar_type()));
 }
 
-RowAdagradNumbers check_row_adagrad_rows(const Tensor& param, TensorList state, const Tensor& rows,
-                                         const Tensor& values, std::string_view text,
-                                         const OptionalTensor& lr) {
-  const auto options = rows_options<AdagradRule>(text, lr, param, false);
-  plan_rows<AdagradRule>(param, state, rows, values, options);
+static RowAdagradNumbers numbers_of(const AdagradRule::Options& options) {
   return {options.lr(),
           options.lr_decay(),
           options.weight_decay(),
           options.eps(),
           options.stochastic_rounding(),
           options.maximize()};
+}
+
+RowAdagradNumbers check_row_adagrad_rows(const Tensor& param, TensorList state, const Tensor& rows,
+                                         const Tensor& values, std::string_view text,
+                                         const OptionalTensor& lr) {
+  const auto options = rows_options<AdagradRule>(text, lr, param, false);
+  plan_rows<AdagradRule>(param, state, rows, values, options);
+  return numbers_of(options);
 }
 
 void row_adagrad_rows_composite(const Tensor& param, TensorList state, const Tensor& rows,
@@ -151,8 +155,9 @@ void row_adagrad_rows_composite(const Tensor& param, TensorList state, const Ten
 
 void row_adagrad_terms(const Tensor& param, TensorList state, const RowTerms& terms,
                        std::string_view text, const OptionalTensor& lr,
-                       const std::function<void()>& take_step) {
-  terms_step<AdagradRule>(param, state, terms, text, lr, take_step);
+                       const std::function<void(const RowAdagradNumbers&)>& take_step) {
+  terms_step<AdagradRule>(param, state, terms, text, lr,
+                          [&](const auto& options) { take_step(numbers_of(options)); });
 }
 
 XSOFTMAX_OPERATORS(m, kSparseStep<AdagradRule>) { define<AdagradRule>(m); }

@@ -41,7 +41,7 @@ void row_adagrad_rows_composite(const at::Tensor& param, at::TensorList state,
 /// Implements row_adagrad_terms_ around a kernel; take_step() launches it.
 void row_adagrad_terms(const at::Tensor& param, at::TensorList state, const RowTerms& terms,
                        std::string_view options, const OptionalTensor& lr,
-                       const std::function<void()>& take_step);
+                       const std::function<void(const RowAdagradNumbers&)>& take_step);
 
 /// Returns the learning rate of step t.
 XS_HOST_DEVICE inline double row_adagrad_rate(double lr, double lr_decay, int64_t t) {

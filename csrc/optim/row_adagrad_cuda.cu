@@ -161,8 +161,7 @@ void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& 
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
   m.impl("row_adagrad_rows_", row_adagrad_rows_cuda);
   m.impl("row_adagrad_terms_",
-         step_by_terms<row_adagrad_terms, check_row_adagrad_rows, fits, step_rows,
-                       row_adagrad_rows_cuda>);
+         step_by_terms<row_adagrad_terms, fits, step_rows, row_adagrad_rows_cuda>);
 }
 
 } // namespace xsoftmax

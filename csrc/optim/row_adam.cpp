@@ -243,14 +243,18 @@ void row_adam_flush_reference(const RowAdamUpdate& u) {
   }
 }
 
+static RowAdamNumbers numbers_of(const AdamRule::Options& options) {
+  return {options.lr(),      std::get<0>(options.betas()), std::get<1>(options.betas()),
+          options.eps(),     options.weight_decay(),       options.stochastic_rounding(),
+          options.maximize()};
+}
+
 RowAdamNumbers check_row_adam_rows(const Tensor& param, TensorList state, const Tensor& rows,
                                    const Tensor& values, std::string_view text,
                                    const OptionalTensor& lr) {
   const auto options = rows_options<AdamRule>(text, lr, param, false);
   plan_rows<AdamRule>(param, state, rows, values, options);
-  return {options.lr(),      std::get<0>(options.betas()), std::get<1>(options.betas()),
-          options.eps(),     options.weight_decay(),       options.stochastic_rounding(),
-          options.maximize()};
+  return numbers_of(options);
 }
 
 void row_adam_rows_composite(const Tensor& param, TensorList state, const Tensor& rows,
@@ -261,8 +265,9 @@ void row_adam_rows_composite(const Tensor& param, TensorList state, const Tensor
 
 void row_adam_terms(const Tensor& param, TensorList state, const RowTerms& terms,
                     std::string_view text, const OptionalTensor& lr,
-                    const std::function<void()>& take_step) {
-  terms_step<AdamRule>(param, state, terms, text, lr, take_step);
+                    const std::function<void(const RowAdamNumbers&)>& take_step) {
+  terms_step<AdamRule>(param, state, terms, text, lr,
+                       [&](const auto& options) { take_step(numbers_of(options)); });
 }
 
 bool check_row_adam_flush(const Tensor& param, TensorList state) {

@@ -77,7 +77,7 @@ void row_adam_rows_composite(const at::Tensor& param, at::TensorList state, cons
 /// Implements row_adam_terms_ around a kernel; take_step() launches it.
 void row_adam_terms(const at::Tensor& param, at::TensorList state, const RowTerms& terms,
                     std::string_view options, const OptionalTensor& lr,
-                    const std::function<void()>& take_step);
+                    const std::function<void(const RowAdamNumbers&)>& take_step);
 /// Checks the arguments of a flush. Returns whether the state is row state.
 bool check_row_adam_flush(const at::Tensor& param, at::TensorList state);
 void row_adam_flush_composite(const at::Tensor& param, at::TensorList state);

@@ -298,8 +298,7 @@ void row_adam_flush_cuda(const Tensor& param, TensorList state) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
   m.impl("row_adam_rows_", row_adam_rows_cuda);
-  m.impl("row_adam_terms_",
-         step_by_terms<row_adam_terms, check_row_adam_rows, fits, step_rows, row_adam_rows_cuda>);
+  m.impl("row_adam_terms_", step_by_terms<row_adam_terms, fits, step_rows, row_adam_rows_cuda>);
   m.impl("row_adam_flush_", row_adam_flush_cuda);
 }
 

@@ -284,14 +284,18 @@ void row_sgd_flush_reference(const RowSGDUpdate& u) {
   }
 }
 
+static RowSGDNumbers numbers_of(const SgdRule::Options& options) {
+  return {
+      options.lr(),       options.momentum(), options.dampening(),          options.weight_decay(),
+      options.nesterov(), options.maximize(), options.stochastic_rounding()};
+}
+
 RowSGDNumbers check_row_sgd_rows(const Tensor& param, TensorList state, const Tensor& rows,
                                  const Tensor& values, std::string_view text,
                                  const OptionalTensor& lr) {
   const auto options = rows_options<SgdRule>(text, lr, param, false);
   plan_rows<SgdRule>(param, state, rows, values, options);
-  return {
-      options.lr(),       options.momentum(), options.dampening(),          options.weight_decay(),
-      options.nesterov(), options.maximize(), options.stochastic_rounding()};
+  return numbers_of(options);
 }
 
 bool make_row_sgd_buffer(const Tensor& param, TensorList state) {
@@ -305,8 +309,9 @@ void row_sgd_rows_composite(const Tensor& param, TensorList state, const Tensor&
 
 void row_sgd_terms(const Tensor& param, TensorList state, const RowTerms& terms,
                    std::string_view text, const OptionalTensor& lr,
-                   const std::function<void()>& take_step) {
-  terms_step<SgdRule>(param, state, terms, text, lr, take_step);
+                   const std::function<void(const RowSGDNumbers&)>& take_step) {
+  terms_step<SgdRule>(param, state, terms, text, lr,
+                      [&](const auto& options) { take_step(numbers_of(options)); });
 }
 
 bool check_row_sgd_flush(const Tensor& param, TensorList state) {

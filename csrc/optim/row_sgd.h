@@ -55,7 +55,7 @@ void row_sgd_rows_composite(const at::Tensor& param, at::TensorList state, const
 /// Implements row_sgd_terms_ around a kernel; take_step() launches it.
 void row_sgd_terms(const at::Tensor& param, at::TensorList state, const RowTerms& terms,
                    std::string_view options, const OptionalTensor& lr,
-                   const std::function<void()>& take_step);
+                   const std::function<void(const RowSGDNumbers&)>& take_step);
 /// Checks the arguments of a flush. Returns whether the state is row state.
 bool check_row_sgd_flush(const at::Tensor& param, at::TensorList state);
 void row_sgd_flush_composite(const at::Tensor& param, at::TensorList state);

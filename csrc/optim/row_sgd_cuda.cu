@@ -243,8 +243,7 @@ void row_sgd_flush_cuda(const Tensor& param, TensorList state) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
   m.impl("row_sgd_rows_", row_sgd_rows_cuda);
-  m.impl("row_sgd_terms_",
-         step_by_terms<row_sgd_terms, check_row_sgd_rows, fits, step_rows, row_sgd_rows_cuda>);
+  m.impl("row_sgd_terms_", step_by_terms<row_sgd_terms, fits, step_rows, row_sgd_rows_cuda>);
   m.impl("row_sgd_flush_", row_sgd_flush_cuda);
 }
 

@@ -110,8 +110,8 @@ void call_rows(const StepOf<Rule>& step, std::string_view text, const OptionalTe
           text, lr);
 }
 
-/// Takes a step of one table by terms: checks the arguments, calls take_step(), and registers the
-/// state and the pending updates.
+/// Takes a step of one table by terms: checks the arguments, calls take_step(options), and
+/// registers the state and the pending updates.
 template <typename Rule, typename TakeStep>
 void terms_step(const at::Tensor& param, at::TensorList state, const RowTerms& terms,
                 std::string_view text, const OptionalTensor& lr, const TakeStep& take_step) {
@@ -119,7 +119,7 @@ void terms_step(const at::Tensor& param, at::TensorList state, const RowTerms& t
   const auto options = check_terms<Rule>(param, state, terms, text, lr);
   table_changes(param);
   record_row_state(param, state, initial_of(options));
-  take_step();
+  take_step(options);
   Rule::record(param, state, options);
 }
 
@@ -128,7 +128,7 @@ void row_terms_any(const at::Tensor& param, at::TensorList state, const at::Tens
                    const at::Tensor& sources, const at::Tensor& coefficients,
                    const at::Tensor& input, std::string_view text, const OptionalTensor& lr) {
   const RowTerms terms{rows, sources, coefficients, input};
-  terms_step<Rule>(param, state, terms, text, lr, [&] {
+  terms_step<Rule>(param, state, terms, text, lr, [&](const auto&) {
     call_rows<Rule>(StepOf<Rule>{param, rows, values_of(terms), state, nullptr}, text, lr);
   });
 }
@@ -240,7 +240,8 @@ inline constexpr OwnKernel kSparseStep[] = {{Rule::kStep, c10::DispatchKey::Spar
                                             {Rule::kStep, c10::DispatchKey::SparseCUDA},
                                             {Rule::kStep, c10::DispatchKey::SparseMeta}};
 
-/// Defines the operators of a rule; the functions below implement them in TORCH_LIBRARY_IMPL blocks.
+/// Defines the operators of a rule; the functions below implement them in TORCH_LIBRARY_IMPL
+/// blocks.
 template <typename Rule>
 void define(torch::Library& m) {
   m.def((std::string(Rule::kState) + "(Tensor param, bool rows, str options) -> Tensor[]").c_str());

@@ -82,8 +82,8 @@
 //     row_adam_check_terms(Tensor param, Tensor[] state, Tensor rows, Tensor sources,
 //                          Tensor coefficients, Tensor input, str options, Tensor? lr=None) -> ()
 //
-// raises what row_adam_terms_ would raise and changes nothing. A step over several tables checks all
-// of them first.
+// raises what row_adam_terms_ would raise and changes nothing. A step over several tables checks
+// all of them first.
 
 namespace xsoftmax {
 

@@ -443,18 +443,17 @@ inline void clear_pending(const Deferred& deferred) {
 #endif
 
 /// Takes a step by terms (table/row_terms.h), for the CUDA kernels of "row_*_terms_". `take_step`
-/// checks the call and runs the function that it is given; `check` returns the options; `rows_cuda`
-/// steps by a gradient that is written out, which tables that the kernels do not fit get.
-template <auto take_step, auto check, auto fits, auto step_rows, auto rows_cuda>
+/// checks the call and passes the options to the function that it is given; `rows_cuda` steps by a
+/// gradient that is written out, for tables that the kernels do not fit.
+template <auto take_step, auto fits, auto step_rows, auto rows_cuda>
 void step_by_terms(const at::Tensor& param, at::TensorList state, const at::Tensor& rows,
                    const at::Tensor& sources, const at::Tensor& coefficients,
                    const at::Tensor& input, std::string_view options, const OptionalTensor& lr) {
   const RowTerms terms{rows, sources, coefficients, input};
   const c10::cuda::CUDAGuard guard(param.device());
-  take_step(param, state, terms, options, lr, [&] {
+  take_step(param, state, terms, options, lr, [&](const auto& numbers) {
     if (fits(param, state) && takes_terms(terms, param.size(0))) {
-      step_rows(param, state, GradientOfRows(terms),
-                check(param, state, rows, shape_of_values(terms), options, lr), lr);
+      step_rows(param, state, GradientOfRows(terms), numbers, lr);
     } else {
       rows_cuda(param, state, rows, values_of(terms), options, lr);
     }

@@ -1,6 +1,7 @@
 """Licence, versions, citations, recipes and workflows of the repository are consistent."""
 
 import re
+import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -148,3 +149,28 @@ def test_make_gpu_refuses_a_machine_without_one(tmp_path):
     done = subprocess.run([ROOT / ".ci/gpu", stamp], env=environment, capture_output=True,
                           text=True)  # fmt: skip
     assert done.returncode == 1 and "expected an NVIDIA GPU" in done.stderr and stamp.exists()
+
+
+def test_a_check_runs_again_if_one_of_its_inputs_has_changed(tmp_path):
+    """CI would otherwise skip a check that no longer passes."""
+    for name in (".ci", "csrc"):
+        (tmp_path / name).mkdir()
+    shutil.copy(ROOT / ".ci/passed", tmp_path / ".ci")
+    (tmp_path / "Makefile").write_text("TORCH ?= torch==2.13.0\n")
+    source, other = tmp_path / "csrc/one.cpp", tmp_path / "README.md"
+    source.write_text("int one();\n")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+
+    def passed(command):
+        return subprocess.run([".ci/passed", command, "sanitize"], cwd=tmp_path).returncode == 0
+
+    assert not passed("has")
+    assert passed("record") and passed("has")
+    other.write_text("not an input")
+    assert passed("has")
+    source.write_text("int two();\n")
+    assert not passed("has")
+    source.write_text("int one();\n")
+    assert passed("has")
+    (tmp_path / "Makefile").write_text("TORCH ?= torch==2.14.0\n")
+    assert not passed("has")
