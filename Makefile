@@ -69,6 +69,8 @@ LINT_READY := $(STAMPS)/lint
 INTEGRATIONS := $(STAMPS)/integrations
 SOURCES := $(shell find CMakeLists.txt cmake csrc include setup.py pyproject.toml -type f) \
   python_bindings/xsoftmax/__init__.py
+# Python compiles what it imports; packages hold much that no test imports.
+PIP_INSTALL := python -m pip install -q --no-compile
 BUILD_TOOLS := "setuptools>=77" wheel ninja cmake numpy
 CPP_TESTS := $(shell find tests/cpp -type f)
 TORCH_PREFIX = $$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')
@@ -90,8 +92,7 @@ $(STAMPS):
 $(READY): pyproject.toml | $(STAMPS)
 	$(PYTHON) -m venv $(VENV) || { $(APT) update && $(APT) install -y python3-venv \
 	  && $(PYTHON) -m venv --clear $(VENV); }
-	python -m pip install -q "$(TORCH)"
-	python -m pip install -q $(BUILD_TOOLS) scipy "scikit-learn>=1.6" pytest pytest-xdist hypothesis \
+	$(PIP_INSTALL) "$(TORCH)" $(BUILD_TOOLS) scipy "scikit-learn>=1.6" pytest pytest-xdist hypothesis \
 	  matplotlib tqdm
 	touch $@
 
@@ -99,9 +100,9 @@ $(READY): pyproject.toml | $(STAMPS)
 # pins versions that nothing of it needs, so it comes without dependencies.
 extra = $(shell sed -n 's/^$(1) = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 $(INTEGRATIONS): $(READY)
-	python -m pip install -q "$(TORCH)" $(call extra,integrations) $(call extra,deployment) \
+	$(PIP_INSTALL) "$(TORCH)" $(call extra,integrations) $(call extra,deployment) \
 	  $(filter-out recbole==%,$(call extra,recbole))
-	python -m pip install -q --no-deps $(filter recbole==%,$(call extra,recbole))
+	$(PIP_INSTALL) --no-deps $(filter recbole==%,$(call extra,recbole))
 	touch $@
 
 ifdef WHEEL
@@ -154,7 +155,10 @@ aarch64: $(READY)
 
 # -------------------------------------------------------------------------------------------- tests
 
-test: test-python test-cpp test-consumer
+# Packages are installed while the library compiles.
+test:
+	$(MAKE) -j3 $(INSTALLED) $(INTEGRATIONS) $(LINT_READY)
+	$(MAKE) test-python test-cpp test-consumer
 
 test-all: test test-slow test-minutes tutorials
 
@@ -251,7 +255,7 @@ LINT_PATH = PATH="$(abspath build/lint-venv)/bin:$$PATH"
 
 $(LINT_READY): .ci/lint-requirements.txt | $(READY)
 	python -m venv --clear build/lint-venv
-	build/lint-venv/bin/python -m pip install -q -r $<
+	build/lint-venv/bin/python -m pip install -q --no-compile -r $<
 	touch $@
 
 lint: $(LINT_READY)
