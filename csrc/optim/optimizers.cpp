@@ -270,7 +270,7 @@ RowOptimizer::~RowOptimizer() {
   for_states([&](const Tensor& param, std::vector<Tensor> state) {
     try {
       if (is_capturing(param)) {
-        defer_flush(param, std::move(state));
+        defer_flush(param, std::move(state), [](const Tensor& table) { catch_up_table(table); });
       } else {
         flush_rows(rule_, param, state);
       }

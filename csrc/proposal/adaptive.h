@@ -1,13 +1,12 @@
 #pragma once
 
 #include "op/optional.h"
-#include "op/shape_checks.h"
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 
-#include <functional>
+#include <optional>
 #include <string_view>
 #include <tuple>
 #include <vector>
@@ -108,127 +107,5 @@ bool refresh_is_due(int64_t step, int64_t every);
 /// next_refresh_is_due(step, every) -> bool: the same for the value of `step`; false if it has
 /// none.
 bool next_refresh_is_due(const at::Tensor& step, int64_t every);
-
-/// The class table as an index reads it: weight and bias, detached, after pending updates of row
-/// optimizers are applied (table/updates/pending_updates.h). Without `whole`, those of the weight
-/// stay pending, because the caller does not read all rows.
-struct ClassTable {
-  ClassTable(const at::Tensor& weight, const OptionalTensor& bias, bool whole = true);
-  at::Tensor weight;
-  OptionalTensor bias;
-};
-
-/// Calls refresh(seed) with an int64 [] from `generator`, or from the device's default generator.
-/// If it throws, the generator is restored.
-at::Tensor with_seed(const at::Device& device, const std::optional<at::Generator>& generator,
-                     const std::function<at::Tensor(const at::Tensor&)>& refresh);
-
-/// Checks the constructor arguments common to all families. `exclude`: int64 [K] of ids, which must
-/// leave at least `drawn` classes. Returns bool [N], on the CPU or on exclude's device: whether a
-/// class is drawn.
-at::Tensor check_constructor(std::string_view owner, int64_t num_classes, int64_t dim,
-                             int64_t least_dim, const at::Tensor& exclude, int64_t drawn = 1);
-void check_at_least(std::string_view owner, const char* argument, int64_t value, int64_t least);
-/// Checks that there are at least as many drawable classes as samples without replacement.
-void check_distinct(std::string_view owner, int64_t num_samples, int64_t drawable);
-
-/// Checks that `shared` is false, for families without shared sets.
-void check_private(std::string_view owner, bool shared);
-
-/// Returns an index from its other tables and `step`.
-std::vector<at::Tensor> with_step(at::TensorList tables, const at::Tensor& step);
-/// Returns an index without recent classes, from its other tables and `step`.
-std::vector<at::Tensor> laid_out(at::TensorList tables, const at::Tensor& step);
-/// Checks that an index has `count` tables.
-void check_index_size(const char* op, at::TensorList index, size_t count);
-/// Checks that `step` is int64, 0-dim.
-void check_step(const char* op, const at::Tensor& step);
-void check_recent(const char* op, const at::Tensor& recent);
-
-/// Checks queries [Q, dim], floating-point.
-void check_queries(const char* op, const at::Tensor& queries, const c10::SymInt& dim);
-/// Checks weight [N, dim], and that a bias [N] is given if and only if has_bias.
-void check_class_table(const char* op, const at::Tensor& weight, const OptionalTensor& bias,
-                       const c10::SymInt& num_classes, const c10::SymInt& dim, bool has_bias);
-
-/// Raises an error that names the row if a row contains NaN or infinity, or if its squared norm
-/// overflows float32. Reads the whole table.
-void check_finite_rows(const char* op, const at::Tensor& weight);
-/// Raises an error that names the position if a bias contains NaN or infinity.
-void check_finite_bias(const char* op, const OptionalTensor& bias);
-
-/// Checks `ids`, int64 [S] (the same for all queries) or [Q, P].
-void check_query_ids(const char* op, const at::Tensor& queries, const at::Tensor& ids);
-/// Returns `ids` [S] or [Q, P] as [Q, P].
-at::Tensor ids_of_queries(const at::Tensor& queries, const at::Tensor& ids);
-
-/// Checks the target of an op, int64 [Q] or [Q, T].
-void check_targets(const char* op, const at::Tensor& queries, const OptionalTensor& target);
-/// Checks seed and target of an op that draws per query, or one shared set.
-void check_draws(const char* op, const at::Tensor& seed, const at::Tensor& queries, bool shared,
-                 const OptionalTensor& target);
-
-/// Target classes [Q, width], contiguous, whose counts a draw reports; -1 for no class. width is 0
-/// without a target.
-struct Targets {
-  Targets(const char* op, const OptionalTensor& target, const at::Tensor& queries,
-          int64_t num_classes);
-  const int64_t* of(int64_t query) const { return ids.const_data_ptr<int64_t>() + query * width; }
-  at::Tensor ids;
-  int64_t width;
-};
-/// Returns an uninitialised target_log_count.
-at::Tensor empty_target_count(const at::Tensor& seed, const OptionalTensor& target);
-/// Returns uninitialised ids int64 [Q, M], log_count float32 [Q, M] and target_log_count.
-PrivateDraws empty_private_draws(const at::Tensor& seed, const at::Tensor& queries,
-                                 const OptionalTensor& target, int64_t num_samples);
-
-/// Returns the rows of the queries that count; all of them without a target.
-at::Tensor counted_queries(const at::Tensor& queries, const OptionalTensor& target);
-
-/// The drawable recent classes of an index over `drawn` drawable classes.
-class RecentClasses {
- public:
-  RecentClasses(const char* op, const at::Tensor& recent, int64_t drawn, int64_t num_classes);
-
-  int64_t count() const { return count_; }
-  /// Returns ids with recent classes replaced by others, so that the indexed part of an index can
-  /// be queried for them.
-  at::Tensor others(const at::Tensor& ids) const;
-  OptionalTensor others(const OptionalTensor& ids) const {
-    return given(ids) ? OptionalTensor(others(*ids)) : ids;
-  }
-  /// Returns the log_count of `ids` in all `num_samples` draws, given that of others(ids) in as
-  /// many draws from the indexed part.
-  at::Tensor log_count(const at::Tensor& ids, const at::Tensor& of_others,
-                       int64_t num_samples) const;
-  /// Turns draws from the indexed part into draws from all classes, with the same seed.
-  /// `num_queries`: none for a shared set.
-  PrivateDraws join(const at::Tensor& seed, const std::optional<c10::SymInt>& num_queries,
-                    const OptionalTensor& target, const PrivateDraws& of_others,
-                    int64_t num_samples) const;
-
- private:
-  int64_t count_, first_, drawn_;
-};
-
-/// Copies tensors to the CPU, for devices without their own kernels.
-std::vector<at::Tensor> to_cpu(at::TensorList tensors);
-inline OptionalTensor to_cpu(const OptionalTensor& tensor) {
-  return given(tensor) ? OptionalTensor(tensor->cpu()) : tensor;
-}
-
-/// Detach tensors: reading and writing an index records no gradient.
-std::vector<at::Tensor> detached(at::TensorList tensors);
-inline at::Tensor detached(const at::Tensor& tensor) {
-  return check::has_gradient(tensor) ? tensor.detach() : tensor;
-}
-inline OptionalTensor detached(const OptionalTensor& tensor) {
-  return given(tensor) ? OptionalTensor(detached(*tensor)) : tensor;
-}
-
-/// Returns float32 rows of `width` columns: unchanged, or with the bias (1 without a bias) as an
-/// extra column.
-at::Tensor with_bias_column(const at::Tensor& rows, const OptionalTensor& bias, int64_t width);
 
 } // namespace xsoftmax

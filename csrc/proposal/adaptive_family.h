@@ -7,29 +7,23 @@
 #include "cpu/impl.h"
 #include "op/options.h"
 #include "proposal/adaptive.h"
+#include "proposal/adaptive_checks.h"
+#include "proposal/adaptive_index.h"
+#include "proposal/adaptive_tensors.h"
+#include "proposal/recent_classes.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
-#include <algorithm>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace xsoftmax {
-
-/// The members that every family's index has.
-struct AdaptiveIndex {
-  /// The table with one row per class, for N classes; negative for a class that is never drawn.
-  at::Tensor places;
-  at::Tensor recent, step;
-  at::Tensor order; ///< has one entry per drawable class, in dimension 0
-  c10::SymInt dim; ///< width of a row of the class table, without its bias
-  c10::SymInt num_classes; ///< exclusive upper bound of ids
-};
 
 /// Defines the operators of adaptive.h for a family, described by a struct F:
 ///
@@ -89,12 +83,11 @@ class AdaptiveFamily {
         "(Tensor seed, Tensor queries, Tensor? target, Tensor[] index, str options) -> "
         "(Tensor ids, Tensor log_count, Tensor target_log_count)");
     def("_log_count", "(Tensor queries, Tensor ids, Tensor[] index, str options) -> Tensor");
-    def("_resize",
-        "(str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) -> "
-        "Tensor[]");
-    def("_grow",
-        "(str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) -> "
-        "Tensor[]");
+    for (const char* operation : {"_resize", "_grow"}) {
+      def(operation,
+          "(str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) "
+          "-> Tensor[]");
+    }
     def("_refresh_",
         "(Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, "
         "Generator? generator=None) -> Tensor");
@@ -110,7 +103,7 @@ class AdaptiveFamily {
     m.impl(name("_sample").c_str(), sample_elsewhere);
     m.impl(name("_log_count").c_str(), log_count_elsewhere);
     m.impl(name("_refresh_").c_str(), refresh_);
-    m.impl(name("_step_").c_str(), step_);
+    m.impl(name("_step_").c_str(), step_</*kOnCuda=*/false>);
   }
 
   static void on_meta(torch::Library& m) {
@@ -128,7 +121,7 @@ class AdaptiveFamily {
   static void on_cuda(torch::Library& m) {
     m.impl(name("_sample").c_str(), sample_cuda);
     m.impl(name("_log_count").c_str(), log_count_cuda);
-    m.impl(name("_step_").c_str(), step_cuda_);
+    m.impl(name("_step_").c_str(), step_</*kOnCuda=*/true>);
   }
 
   static void under_autocast(torch::Library& m) {
@@ -206,57 +199,21 @@ class AdaptiveFamily {
     return laid_out(F::make(is_drawn, dim, given), at::zeros({}, exclude.options()));
   }
 
-  /// Checks the arguments of a resize. Returns the number of new classes.
-  static int64_t check_resize(const char* op, int64_t num_classes, const OptionalTensor& rows,
-                              const OptionalTensor& bias, const Sampler& sampler) {
-    const Index& index = sampler.index;
-    const int64_t before = index.places.size(0), added = std::max<int64_t>(0, num_classes - before);
-    TORCH_CHECK_VALUE(before == index.num_classes.expect_int(), op,
-                      ": expected an index of classes that are not numbered by slots");
-    check_at_least(op, "num_classes", num_classes, 1);
-    if (given(rows)) {
-      check_class_table(op, *rows, std::nullopt, added, index.dim, false);
-      check::same_device(op, "rows", *rows, "index", index.places);
-      check_finite_rows(op, *rows);
-    }
-    if (given(bias)) {
-      TORCH_CHECK_VALUE(sampler.options.bias, op, ": expected no bias, got one");
-      check::dim(op, "bias", *bias, 1);
-      check::floating(op, "bias", *bias);
-      check::same_device(op, "bias", *bias, "index", index.places);
-      check_finite_bias(op, bias);
-    }
-    return added;
-  }
-
   static std::vector<Tensor> grow(std::string_view given_owner, int64_t num_classes,
                                   const OptionalTensor& rows, const OptionalTensor& bias,
                                   at::TensorList tables, std::string_view text) {
     const std::string owner(given_owner);
-    const char* const op = owner.c_str();
-    const Sampler sampler(op, tables, text);
+    const Sampler sampler(owner.c_str(), tables, text);
     const Index& index = sampler.index;
-    const int64_t added = check_resize(op, num_classes, rows, bias, sampler),
-                  gone = std::max<int64_t>(0, index.places.size(0) - num_classes);
-    TORCH_CHECK_VALUE(!given(bias) || bias->size(0) == added || bias->size(0) == num_classes, op,
-                      ": expected bias of ", added, " or ", num_classes, " classes, got ",
-                      bias->size(0));
-    if (index.places.is_meta() || sampler.options.is_distinct()) {
-      return {};
-    }
-    const RecentClasses recent(op, index.recent, index.order.size(0), index.places.size(0));
-    const bool known = index.step.template item<int64_t>() > 0;
-    const bool placed =
-        !known || added == 0 || (given(rows) && (given(bias) || !sampler.options.bias));
-    if (!placed || gone > recent.count() ||
-        recent.count() + added > (index.order.size(0) - recent.count()) / 4) {
+    const ClassChange change(owner.c_str(), num_classes, rows, bias, index, sampler.options.bias);
+    change.check_new_bias();
+    if (index.places.is_meta() || sampler.options.is_distinct() || !change.can_grow()) {
       return {};
     }
     const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
-    const OptionalTensor of_rows =
-        given(bias) ? OptionalTensor(bias->narrow(0, bias->size(0) - added, added)) : std::nullopt;
-    std::vector<Tensor> gained = F::gained(known && added > 0 ? rows : std::nullopt, of_rows,
-                                           added - gone, index, sampler.options);
+    std::vector<Tensor> gained =
+        F::gained(index.known() && change.added > 0 ? rows : std::nullopt, change.new_bias(),
+                  change.added - change.removed, index, sampler.options);
     for (Tensor& rows_of_table : gained) {
       rows_of_table = !rows_of_table.defined()              ? at::zeros({}, index.places.options())
           : given(rows) && rows_of_table.is_alias_of(*rows) ? rows_of_table.clone()
@@ -269,26 +226,12 @@ class AdaptiveFamily {
                                     const OptionalTensor& rows, const OptionalTensor& bias,
                                     at::TensorList tables, std::string_view text) {
     const std::string owner(given_owner);
-    const char* const op = owner.c_str();
-    const Sampler sampler(op, tables, text);
+    const Sampler sampler(owner.c_str(), tables, text);
     const Index& index = sampler.index;
-    const int64_t before = index.places.size(0),
-                  added = check_resize(op, num_classes, rows, bias, sampler);
-    if (given(bias)) {
-      check::size(op, "bias", *bias, 0, num_classes, "num_classes");
-    }
-    const bool known = index.step.template item<int64_t>() > 0 && (added == 0 || given(rows));
-    TORCH_CHECK_VALUE(!known || added == 0 || given(bias) || !sampler.options.bias, op,
-                      ": expected a bias beside the rows of classes, got none");
-    const Tensor old_places =
-        index.places.view({before, -1}).select(1, 0).narrow(0, 0, std::min(before, num_classes));
+    const ClassChange change(owner.c_str(), num_classes, rows, bias, index, sampler.options.bias);
+    const bool known = change.check_known();
     const Tensor is_drawn =
-        at::cat({old_places.ge(0), at::ones({added}, old_places.options().dtype(at::kBool))});
-    const int64_t left = is_drawn.sum().template item<int64_t>(),
-                  least = sampler.options.is_distinct() ? sampler.options.num_samples : 1;
-    TORCH_CHECK_VALUE(left >= std::max<int64_t>(least, 1), op, ": expected num_classes that leave ",
-                      std::max<int64_t>(least, 1), " classes to draw, got ", num_classes,
-                      ", of which ", left, " are drawn");
+        change.check_drawn(sampler.options.is_distinct() ? sampler.options.num_samples : 1);
     const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
     const OptionalTensor no_rows =
         at::empty({0, index.dim.expect_int()}, index.places.options().dtype(at::kFloat));
@@ -325,6 +268,16 @@ class AdaptiveFamily {
     check_not_distinct(counting(), sampler.options);
     return recent.log_count(ids, count(recent.others(ids), without(sampler.index, recent)),
                             sampler.options.num_samples);
+  }
+
+  /// The same by a kernel, or by the composite if a family has one and it is asked for.
+  template <typename Kernel>
+  static Tensor log_counts_by(const Kernel& kernel, const Tensor& queries, const Tensor& ids,
+                              const Sampler& sampler) {
+    const bool by_reference = use_reference() && F::has_reference(sampler.options);
+    return log_counts(ids, sampler, [&](const Tensor& ids, const Index& index) {
+      return (by_reference ? F::log_count_reference : kernel)(queries, ids, index, sampler.options);
+    });
   }
 
   /// Returns the number of drawable classes. (With the option `slots`, order is empty.)
@@ -398,21 +351,13 @@ class AdaptiveFamily {
                               std::string_view text) {
     const Sampler sampler = checked_log_count(queries, ids, tables, text);
     check::class_ids(counting(), "ids", ids, sampler.index.num_classes.expect_int());
-    return log_counts(ids, sampler, [&](const Tensor& ids, const Index& index) {
-      return (use_reference() && F::has_reference(sampler.options)
-                  ? F::log_count_reference
-                  : F::log_count_cpu)(queries, ids, index, sampler.options);
-    });
+    return log_counts_by(F::log_count_cpu, queries, ids, sampler);
   }
 
   static Tensor log_count_cuda(const Tensor& queries, const Tensor& ids, at::TensorList tables,
                                std::string_view text) {
     const Sampler sampler = checked_log_count(queries, ids, tables, text);
-    return log_counts(ids, sampler, [&](const Tensor& ids, const Index& index) {
-      return (use_reference() && F::has_reference(sampler.options)
-                  ? F::log_count_reference
-                  : F::log_count_cuda)(queries, ids, index, sampler.options);
-    });
+    return log_counts_by(F::log_count_cuda, queries, ids, sampler);
   }
 
   static Tensor log_count_elsewhere(const Tensor& queries, const Tensor& ids, at::TensorList tables,
@@ -445,43 +390,21 @@ class AdaptiveFamily {
     return statistics;
   }
 
-  template <typename Between>
-  static void one_step(const Tensor& weight, const OptionalTensor& bias, const Tensor& step,
-                       at::TensorList others, std::string_view text,
-                       std::optional<at::Generator> generator, const Between& between) {
-    const Sampler sampler = checked_refresh(stepping(), weight, bias, step, others, text);
-    if (refresh_is_due(check::number_of(sampler.index.step), sampler.options.refresh_every)) {
-      refreshed(stepping(), weight, bias, sampler, std::move(generator));
-    } else {
-      between(sampler);
-    }
-    check::add_to_number(sampler.index.step, 1);
-  }
-
+  /// Runs a step on CUDA, or on any other device.
+  template <bool kOnCuda>
   static void step_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step,
                     at::TensorList others, std::string_view text,
                     std::optional<at::Generator> generator) {
-    one_step(weight, bias, step, others, text, std::move(generator), [&](const Sampler& sampler) {
-      if constexpr (requires {
-                      F::between_refreshes(stepping(), weight, bias, sampler.index,
-                                           sampler.options);
-                    }) {
-        F::between_refreshes(stepping(), weight, bias, sampler.index, sampler.options);
-      }
-    });
-  }
-
-  static void step_cuda_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step,
-                         at::TensorList others, std::string_view text,
-                         std::optional<at::Generator> generator) {
-    one_step(weight, bias, step, others, text, std::move(generator), [&](const Sampler& sampler) {
-      if constexpr (requires {
-                      F::between_refreshes_cuda(stepping(), weight, bias, sampler.index,
-                                                sampler.options);
-                    }) {
-        F::between_refreshes_cuda(stepping(), weight, bias, sampler.index, sampler.options);
-      }
-    });
+    const Sampler sampler = checked_refresh(stepping(), weight, bias, step, others, text);
+    const auto& [options, index] = sampler;
+    if (refresh_is_due(check::number_of(index.step), options.refresh_every)) {
+      refreshed(stepping(), weight, bias, sampler, std::move(generator));
+    } else if constexpr (kOnCuda && requires { F::between_refreshes_cuda; }) {
+      F::between_refreshes_cuda(stepping(), weight, bias, index, options);
+    } else if constexpr (!kOnCuda && requires { F::between_refreshes; }) {
+      F::between_refreshes(stepping(), weight, bias, index, options);
+    }
+    check::add_to_number(index.step, 1);
   }
 
   static Tensor refresh_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& step,

@@ -2,6 +2,7 @@
 
 #include "op/options.h"
 #include "proposal/adaptive.h"
+#include "proposal/adaptive_tensors.h"
 #include "proposal/modules.h"
 #include "proposal/sampler_kind.h"
 

@@ -3,6 +3,7 @@
 #include <xsoftmax/adaptive_samplers.h>
 
 #include "proposal/adaptive.h"
+#include "proposal/adaptive_tensors.h"
 #include "proposal/modules.h"
 
 // Shared by the modules of adaptive samplers, which follow the class table.

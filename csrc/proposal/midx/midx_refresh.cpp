@@ -422,11 +422,6 @@ XSOFTMAX_OPERATORS(m) {
       "iterations, bool warm) -> "
       "(Tensor codewords1, Tensor codewords2, Tensor inertia1, Tensor inertia2)");
   m.def("midx_training_slots(Tensor seed, int drawn, int points) -> Tensor");
-  m.def("refresh_is_due(int step, int every) -> bool", [](int64_t step, int64_t every) {
-    check_at_least("refresh_is_due", "step", step, 0);
-    check_at_least("refresh_is_due", "every", every, 0);
-    return refresh_is_due(step, every);
-  });
   m.def(
       "midx_note_(Tensor(a!) touched, Tensor(b!)? query_square, Tensor step, Tensor queries, "
       "Tensor? target, Tensor ids) -> ()",

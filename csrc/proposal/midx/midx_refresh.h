@@ -1,6 +1,6 @@
 #pragma once
 
-#include "proposal/adaptive.h"
+#include "proposal/adaptive_tensors.h"
 #include "proposal/midx/midx_index.h"
 
 namespace xsoftmax {

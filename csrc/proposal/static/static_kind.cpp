@@ -1,6 +1,7 @@
 #include "op/options.h"
 #include "proposal/modules.h"
 #include "proposal/sampler_kind.h"
+#include "proposal/static/static_follow.h"
 #include "proposal/static/static_sample.h"
 
 #include <algorithm>

@@ -3,6 +3,7 @@
 #include "op/checks.h"
 #include "op/options.h"
 #include "proposal/modules.h"
+#include "proposal/static/static_follow.h"
 #include "proposal/static/static_sample.h"
 #include "proposal/stream/streaming_counts.h"
 

@@ -3,7 +3,7 @@
 #include "op/operators.h"
 #include "op/options.h"
 #include "op/shape_checks.h"
-#include "proposal/adaptive.h"
+#include "proposal/adaptive_checks.h"
 #include "proposal/static/static_sample.h"
 #include "proposal/static/static_tail.h"
 

@@ -3,7 +3,7 @@
 #include "op/checks.h"
 #include "op/host_state.h"
 #include "op/operators.h"
-#include "proposal/adaptive.h"
+#include "proposal/adaptive_tensors.h"
 #include "proposal/static/static_tail.h"
 #include "proposal/static/alias_sample.h"
 #include "op/find_op.h"

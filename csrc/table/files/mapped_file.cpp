@@ -1,20 +1,18 @@
 #include "table/files/mapped_file.h"
 
 #include "op/checks.h"
+#include "table/files/mapped_header.h"
 #include "table/files/regular_file.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
-#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <random>
-#include <string_view>
 
 #include <fcntl.h>
 #include <sys/file.h>
@@ -27,132 +25,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr uint64_t kPage = 4096, kMostBytes = uint64_t(1) << 62;
-// All of one length, so that a change of state moves nothing else in the header.
-constexpr std::array kStates{"begun", "dirty", "whole"};
-constexpr const char* kVersion = "1"; // of the metadata
-// Number of recently requested pages to remember: 1 GB, which memory usually still holds. A page
-// that was evicted is read when it is used.
-constexpr int kRecentBits = 18;
-constexpr uint64_t kPagesAhead = 32; // pages per madvise call; systems truncate longer ranges
-constexpr uint64_t kDirectBytes = 4 << 20;
-
-struct NamedType {
-  const char* name;
-  at::ScalarType dtype;
-};
-constexpr std::array kTypes{NamedType{"F64", at::kDouble}, NamedType{"F32", at::kFloat},
-                            NamedType{"F16", at::kHalf},   NamedType{"BF16", at::kBFloat16},
-                            NamedType{"I64", at::kLong},   NamedType{"I32", at::kInt}};
-
-std::string header_text(const MappedHeader& header) {
-  std::string text = std::string(R"({"__metadata__":{"state":")") + kStates[size_t(header.state)] +
-      R"(","format":"pt","xsoftmax":")" + kVersion + R"(","kind":")" + header.kind +
-      R"(","table":")" + header.table + R"("})";
-  uint64_t begin = 0;
-  for (const MappedTensor& tensor : header.tensors) {
-    const auto* const type =
-        std::find_if(kTypes.begin(), kTypes.end(),
-                     [&](const NamedType& known) { return known.dtype == tensor.dtype; });
-    text += ",\"" + tensor.name + R"(":{"dtype":")" + type->name + R"(","shape":[)";
-    for (size_t axis = 0; axis < tensor.sizes.size(); ++axis) {
-      text += (axis > 0 ? "," : "") + std::to_string(tensor.sizes[axis]);
-    }
-    text += R"(],"data_offsets":[)" + std::to_string(begin) + "," +
-        std::to_string(begin + tensor.bytes()) + "]}";
-    begin += tensor.bytes();
-  }
-  text += '}';
-  std::string page(8, '\0');
-  const uint64_t length = kPage - 8;
-  std::memcpy(page.data(), &length, 8);
-  page += text;
-  page.resize(kPage, ' ');
-  return page;
-}
-
-/// Parses the output of header_text(), and nothing else.
-class HeaderReader {
- public:
-  explicit HeaderReader(std::string_view text) : left_(text) {}
-
-  bool read(MappedHeader& header) {
-    std::string state;
-    if (left_.size() != kPage || !skip_length() || !skip(R"({"__metadata__":{"state":)") ||
-        !word(state) || !skip(R"(,"format":"pt","xsoftmax":"1","kind":)") || !word(header.kind) ||
-        !skip(R"(,"table":)") || !word(header.table) || !skip("}")) {
-      return false;
-    }
-    const auto* const known = std::find(kStates.begin(), kStates.end(), state);
-    if (known == kStates.end()) {
-      return false;
-    }
-    header.state = FileState(known - kStates.begin());
-    uint64_t total = 0;
-    while (skip(",")) {
-      header.tensors.emplace_back();
-      if (!tensor(header.tensors.back()) || (total += header.tensors.back().bytes()) > kMostBytes) {
-        return false;
-      }
-    }
-    return skip("}");
-  }
-
- private:
-  bool skip_length() {
-    left_.remove_prefix(8);
-    return true;
-  }
-  bool skip(std::string_view expected) {
-    const bool found = left_.starts_with(expected);
-    left_.remove_prefix(found ? expected.size() : 0);
-    return found;
-  }
-  bool word(std::string& to) {
-    const size_t end = left_.starts_with('"') ? left_.find('"', 1) : std::string_view::npos;
-    const auto is_plain = [](char c) { return c >= ' ' && c <= '~'; }; // error messages quote it
-    if (end == std::string_view::npos || end > 64 ||
-        !std::all_of(left_.begin(), left_.begin() + end, is_plain)) {
-      return false;
-    }
-    to = left_.substr(1, end - 1);
-    left_.remove_prefix(end + 1);
-    return true;
-  }
-  bool number(int64_t& to) {
-    const auto [end, error] = std::from_chars(left_.data(), left_.data() + left_.size(), to);
-    if (error != std::errc() || to < 0 || uint64_t(to) > kMostBytes) {
-      return false;
-    }
-    left_.remove_prefix(size_t(end - left_.data()));
-    return true;
-  }
-  bool tensor(MappedTensor& to) {
-    std::string type;
-    if (!word(to.name) || !skip(R"(:{"dtype":)") || !word(type) || !skip(R"(,"shape":[)")) {
-      return false;
-    }
-    const auto* const known = std::find_if(
-        kTypes.begin(), kTypes.end(), [&](const NamedType& each) { return type == each.name; });
-    if (known == kTypes.end()) {
-      return false;
-    }
-    to.dtype = known->dtype;
-    uint64_t bytes = c10::elementSize(to.dtype);
-    while (!skip("]")) {
-      int64_t size = 0;
-      const bool read = (to.sizes.empty() || skip(",")) && number(size) && to.sizes.size() <= 8;
-      if (!read || __builtin_mul_overflow(bytes, uint64_t(size), &bytes) || bytes > kMostBytes) {
-        return false;
-      }
-      to.sizes.push_back(size);
-    }
-    int64_t begin = 0, end = 0; // the caller checks them by writing the header again
-    return skip(R"(,"data_offsets":[)") && number(begin) && skip(",") && number(end) && skip("]}");
-  }
-
-  std::string_view left_;
-};
+constexpr uint64_t kDirectBytes = 4 << 20; // per write past the page cache
 
 /// Registry of open files, so that opening a file twice gives the same memory, and so that all
 /// files are whole after a normal exit of the process.
@@ -187,42 +60,6 @@ class OpenFiles {
 /// Context of a storage, which keeps its file open.
 struct Hold { std::shared_ptr<MappedFile> file; };
 void let_go(void* hold) { delete static_cast<Hold*>(hold); }
-
-/// Writes all bytes. Returns false on an error, with its reason in errno.
-bool write_all(int handle, const char* from, uint64_t bytes, uint64_t offset) {
-  while (bytes > 0) {
-    const ssize_t done =
-        pwrite(handle, from, std::min<uint64_t>(bytes, uint64_t(1) << 30), off_t(offset));
-    if (done < 0 && errno == EINTR) {
-      continue;
-    }
-    if (done <= 0) {
-      return false;
-    }
-    from += done;
-    bytes -= uint64_t(done);
-    offset += uint64_t(done);
-  }
-  return true;
-}
-
-/// Opens a second handle of an open file, for O_DIRECT writes. Returns -1 on failure. Compares
-/// inodes, because the file may have been renamed and its path may name another file by now.
-int open_direct(int handle, const std::string& path) {
-  constexpr int kFlags = O_WRONLY | O_DIRECT | O_CLOEXEC;
-  int direct = ::open(("/proc/self/fd/" + std::to_string(handle)).c_str(), kFlags);
-  if (direct < 0) { // /proc may not be mounted
-    direct = ::open(path.c_str(), kFlags);
-  }
-  struct stat known, found;
-  if (direct >= 0 &&
-      (fstat(handle, &known) != 0 || fstat(direct, &found) != 0 || known.st_dev != found.st_dev ||
-       known.st_ino != found.st_ino)) {
-    close(direct);
-    return -1;
-  }
-  return direct;
-}
 
 std::string random_name() {
   std::random_device random;
@@ -272,8 +109,7 @@ bool MappedFile::remove_unfinished(const std::string& path) {
   std::string page(kPage, '\0');
   MappedHeader header;
   const bool begun = pread(file.number(), page.data(), kPage, 0) == ssize_t(kPage) &&
-      HeaderReader(page).read(header) && header_text(header) == page &&
-      header.state == FileState::kBegun;
+      parse_header(page, header) && header.state == FileState::kBegun;
   return (begun || open.st_size == 0) && unlink(path.c_str()) == 0;
 }
 
@@ -320,11 +156,9 @@ std::shared_ptr<MappedFile> MappedFile::create(const char* op, const std::string
                         tensor.sizes);
     }
     total += size;
-    TORCH_CHECK_VALUE(
-        std::any_of(kTypes.begin(), kTypes.end(),
-                    [&](const NamedType& type) { return type.dtype == tensor.dtype; }),
-        op, ": expected a table of float32, float64, bfloat16 or float16, got ",
-        check::name(tensor.dtype));
+    TORCH_CHECK_VALUE(can_be_mapped(tensor.dtype), op,
+                      ": expected a table of float32, float64, bfloat16 or float16, got ",
+                      check::name(tensor.dtype));
   }
   if (header.table.empty()) {
     header.table = random_name();
@@ -360,8 +194,7 @@ void MappedFile::read_header(const char* op) {
   std::string page(kPage, '\0');
   const ssize_t got = pread(handle_, page.data(), kPage, 0);
   TORCH_CHECK(got >= 0, op, ": cannot read ", path_, ": ", system_error());
-  const bool ours =
-      got == ssize_t(kPage) && HeaderReader(page).read(header_) && header_text(header_) == page;
+  const bool ours = got == ssize_t(kPage) && parse_header(page, header_);
   TORCH_CHECK_VALUE(ours || size == 0, op, ": expected ", path_,
                     " as a file that xs.tables made, got another one");
   TORCH_CHECK(ours && header_.state != FileState::kBegun, op, ": ", path_,
@@ -567,92 +400,6 @@ void MappedFile::finish() noexcept {
   try {
     write_back(/*asked=*/false);
   } catch (const c10::Error&) { // an I/O error: the file stays dirty
-  }
-}
-
-MappedFile::Rows MappedFile::rows_of(const Tensor& table) const {
-  int64_t elements = 1;
-  for (int64_t axis = 1; axis < table.dim(); ++axis) {
-    elements += (table.size(axis) - 1) * table.stride(axis);
-  }
-  return {static_cast<const char*>(table.const_data_ptr()),
-          table.stride(0) * int64_t(table.itemsize()), elements * int64_t(table.itemsize())};
-}
-
-std::vector<MappedFile::Rows> MappedFile::rows_of(int64_t count) const {
-  std::vector<Rows> found;
-  const char* begin = begin_ + kPage;
-  for (const MappedTensor& tensor : header_.tensors) {
-    if (!tensor.sizes.empty() && tensor.sizes[0] == count) {
-      found.push_back({begin, int64_t(tensor.bytes()) / count, int64_t(tensor.bytes()) / count});
-    }
-    begin += tensor.bytes();
-  }
-  return found;
-}
-
-void MappedFile::read_ahead(c10::ArrayRef<Rows> tensors, c10::ArrayRef<c10::IntArrayRef> ids) {
-  std::vector<uint64_t> pages;
-  for (const Rows& rows : tensors) {
-    const uint64_t offset = uint64_t(rows.begin - begin_);
-    for (const c10::IntArrayRef list : ids) {
-      for (const int64_t id : list) {
-        const uint64_t first = offset + uint64_t(id * rows.stride),
-                       last = first + uint64_t(rows.bytes) - 1;
-        for (uint64_t page = first / kPage; page <= last / kPage; ++page) {
-          std::atomic<uint32_t>& place =
-              recent_[(page * 0x9E3779B97F4A7C15u) >> (64 - kRecentBits)];
-          if (place.exchange(uint32_t(page), std::memory_order_relaxed) != uint32_t(page)) {
-            pages.push_back(page);
-          }
-        }
-      }
-    }
-  }
-  std::sort(pages.begin(), pages.end());
-  for (size_t i = 0; i < pages.size();) {
-    size_t end = i + 1;
-    while (end < pages.size() && pages[end] - pages[end - 1] <= 1) {
-      ++end;
-    }
-    // If the call fails, the pages are read when they are used.
-    (void)madvise(begin_ + pages[i] * kPage, (pages[end - 1] + 1 - pages[i]) * kPage,
-                  MADV_WILLNEED);
-    i = end;
-  }
-}
-
-void MappedFile::read_range(const Rows& rows, int64_t first, int64_t count) const {
-  const uint64_t offset = uint64_t(rows.begin - begin_);
-  const uint64_t last =
-      (offset + uint64_t((first + count - 1) * rows.stride + rows.bytes) - 1) / kPage;
-  for (uint64_t page = (offset + uint64_t(first * rows.stride)) / kPage; page <= last;
-       page += kPagesAhead) {
-    (void)madvise(begin_ + page * kPage, std::min(kPagesAhead, last + 1 - page) * kPage,
-                  MADV_WILLNEED);
-  }
-}
-
-void MappedFile::prefetch(const Tensor& table, c10::ArrayRef<c10::IntArrayRef> ids) {
-  if (table.dim() == 0 || table.numel() == 0) {
-    return;
-  }
-  read_ahead(rows_of(table), ids);
-  for (const auto& other : beside()) {
-    other->read_ahead(other->rows_of(table.size(0)), ids);
-  }
-}
-
-void MappedFile::prefetch_range(const Tensor& table, int64_t first, int64_t count) {
-  count = table.dim() == 0 || table.numel() == 0 ? 0 : std::min(count, table.size(0) - first);
-  if (count <= 0) {
-    return;
-  }
-  read_range(rows_of(table), first, count);
-  for (const auto& other : beside()) {
-    for (const Rows& rows : other->rows_of(table.size(0))) {
-      other->read_range(rows, first, count);
-    }
   }
 }
 

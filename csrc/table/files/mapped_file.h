@@ -138,6 +138,9 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   std::mutex mutex_; ///< guards the members below, and changes of the state
   int64_t writers_ = 0;
   std::vector<std::weak_ptr<MappedFile>> beside_;
+  /// Number of recently requested pages to remember: 1 GB, which memory usually still holds. A page
+  /// that was evicted is read when it is used.
+  static constexpr int kRecentBits = 18;
   /// Recently requested pages, a direct-mapped table indexed by a hash of the page number.
   std::unique_ptr<std::atomic<uint32_t>[]> recent_;
 };

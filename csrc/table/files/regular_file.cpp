@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -51,6 +52,39 @@ struct stat regular_file_status(const char* op, const std::string& path, int han
   TORCH_CHECK(fstat(handle, &found) == 0, op, ": cannot read ", path, ": ", system_error());
   check_regular(op, path, found);
   return found;
+}
+
+bool write_all(int handle, const char* from, uint64_t bytes, uint64_t offset) {
+  while (bytes > 0) {
+    const ssize_t done =
+        pwrite(handle, from, std::min<uint64_t>(bytes, uint64_t(1) << 30), off_t(offset));
+    if (done < 0 && errno == EINTR) {
+      continue;
+    }
+    if (done <= 0) {
+      return false;
+    }
+    from += done;
+    bytes -= uint64_t(done);
+    offset += uint64_t(done);
+  }
+  return true;
+}
+
+int open_direct(int handle, const std::string& path) {
+  constexpr int kFlags = O_WRONLY | O_DIRECT | O_CLOEXEC;
+  int direct = ::open(("/proc/self/fd/" + std::to_string(handle)).c_str(), kFlags);
+  if (direct < 0) { // /proc may not be mounted
+    direct = ::open(path.c_str(), kFlags);
+  }
+  struct stat known, found;
+  if (direct >= 0 &&
+      (fstat(handle, &known) != 0 || fstat(direct, &found) != 0 || known.st_dev != found.st_dev ||
+       known.st_ino != found.st_ino)) {
+    close(direct);
+    return -1;
+  }
+  return direct;
 }
 
 } // namespace xsoftmax

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <utility>
 
@@ -37,5 +38,12 @@ FileHandle open_regular_file(const char* op, const std::string& path, int flags)
 
 /// Returns fstat() of an open file. Throws like open_regular_file().
 struct stat regular_file_status(const char* op, const std::string& path, int handle);
+
+/// Writes all bytes. Returns false on an error, with its reason in errno.
+bool write_all(int handle, const char* from, uint64_t bytes, uint64_t offset);
+
+/// Opens a second handle of an open file, for O_DIRECT writes. Returns -1 on failure. Compares
+/// inodes, because the file may have been renamed and its path may name another file by now.
+int open_direct(int handle, const std::string& path);
 
 } // namespace xsoftmax

@@ -1,7 +1,5 @@
 #include "table/updates/deferred_flushes.h"
 
-#include "table/updates/pending_updates.h"
-
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -18,6 +16,7 @@ using at::Tensor;
 struct Deferred {
   Tensor param;
   std::vector<Tensor> state;
+  FlushTable flush;
 };
 
 class DeferredFlushes {
@@ -71,14 +70,14 @@ bool is_capturing(const Tensor& tensor) {
       captures(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
-void defer_flush(const Tensor& param, std::vector<Tensor> state) {
-  DeferredFlushes::all().add({param, std::move(state)});
+void defer_flush(const Tensor& param, std::vector<Tensor> state, FlushTable flush) {
+  DeferredFlushes::all().add({param, std::move(state), flush});
 }
 
 void run_deferred_flushes() {
   for (const Deferred& deferred : DeferredFlushes::all().take()) {
     try {
-      catch_up_table(deferred.param);
+      deferred.flush(deferred.param);
     } catch (const c10::Error&) { // the table has moved and its optimizer is gone: nothing to do
     }
   }

@@ -14,9 +14,12 @@ namespace xsoftmax {
 /// Returns whether the current stream of the tensor's device is capturing a graph.
 bool is_capturing(const at::Tensor& tensor);
 
+/// Applies the pending updates of a table. May throw c10::Error.
+using FlushTable = void (*)(const at::Tensor& param);
+
 /// Keeps the state of a parameter whose optimizer is being destroyed until run_deferred_flushes()
-/// can flush it.
-void defer_flush(const at::Tensor& param, std::vector<at::Tensor> state);
+/// can call flush(param).
+void defer_flush(const at::Tensor& param, std::vector<at::Tensor> state, FlushTable flush);
 
 /// Runs the deferred flushes, except those of devices whose stream is still capturing. Costs one
 /// atomic load when nothing is deferred. Called by steps and flushes of row optimizers, and by

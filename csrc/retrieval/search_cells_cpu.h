@@ -1,0 +1,118 @@
+#pragma once
+
+#include "retrieval/cell_scan.h"
+#include "retrieval/search_index.h"
+#include "retrieval/search_topk.h"
+
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+// Reads the cells of a search index on the CPU, and collects the classes that may be among the best
+// of a query.
+
+namespace xsoftmax {
+
+constexpr int64_t kSearchWave = 1024; // queries whose products with the centres are stored at once
+
+struct ScoredClass {
+  double score;
+  int64_t id;
+
+  friend bool operator<(const ScoredClass& a, const ScoredClass& b) {
+    return a.score > b.score || (a.score == b.score && a.id < b.id);
+  }
+};
+
+/// A query and its code. It is searched as z 2^exponent, whose largest coordinate is in [1, 2), so
+/// that bounds neither overflow nor underflow.
+struct CodedQuery {
+  bool searched = false; // whether it is finite and not 0
+  int exponent = 0;
+  double length = 0; // |z|
+  double scale = 1; // z is approximately scale x code
+  double lost = 0; // |z - scale x code|
+  int64_t offset = 0; // contribution of the 128 in the codes of rows to a product
+};
+
+/// Candidates and results of a query. Every class that was read and is not in one of the lists is
+/// below the threshold.
+struct BestClasses {
+  struct Candidate {
+    double upper;
+    int64_t id;
+  };
+  std::vector<double> lower; // the k largest lower bounds: a heap, smallest in front
+  std::vector<Candidate> candidates; // not yet rescored
+  std::vector<ScoredClass> scored; // the best k of those that were rescored
+  double threshold = -std::numeric_limits<double>::infinity(); // at least k classes score this much
+  int64_t cells = 0; // number of cells read
+
+  void add(int64_t k, double low, double upper, int64_t id);
+};
+
+/// Scan buffers of a thread.
+struct ScanScratch {
+  std::array<std::vector<int32_t>, kScanQueries> slot, product;
+  std::vector<double> wide;
+
+  ScanScratch();
+};
+
+/// Reads cells for waves of queries. Derived classes know the dtype of the class table.
+class CellReader {
+ public:
+  CellReader(const SearchIndexView& index, int64_t k, const SearchOptions& options);
+  virtual ~CellReader() = default;
+
+ protected:
+  /// Reads the cells of queries [first, first + count), which found_ and queries_ then describe.
+  void read_wave(int64_t first, int64_t count);
+  /// Converts a query to float64 and appends beta, the factor of the bias coordinate.
+  virtual void widen(int64_t q, std::vector<double>& wide) const = 0;
+  /// Scores the candidates in float64 and keeps the best k.
+  virtual void rescore(int64_t q, BestClasses& found, ScanScratch& scratch) const = 0;
+  /// Returns a mask of the cells of a block that may hold one of the best and were not read.
+  uint32_t left(int64_t q, int64_t block, double threshold) const;
+
+  const SearchIndexView& index_;
+  const int64_t k_;
+  const SearchOptions options_;
+  const bool exact_;
+  int64_t first_ = 0, count_ = 0; // queries of this wave
+  std::vector<CodedQuery> queries_;
+  std::vector<BestClasses> found_;
+
+ private:
+  struct Cell;
+
+  int64_t chunk_size(int64_t chunk) const;
+  const float* products(int64_t q, int64_t block) const;
+  const float* bounds(SearchBound which, int64_t block) const {
+    return index_.bound(which) + block * kScanLanes;
+  }
+  float deviation(int64_t q) const;
+
+  void prepare(int64_t q, ScanScratch& scratch, float* row);
+  void read_first(int64_t q, ScanScratch& scratch);
+  void read_likely(int64_t q, ScanScratch& scratch);
+  void read_chunks(int64_t chunks);
+  void read_in_parts(int64_t chunks);
+  void read_left(int64_t chunk, int64_t first_block, int64_t last_block, BestClasses* found,
+                 ScanScratch& scratch);
+  void scan_cell(int64_t cell, const int64_t* query, int64_t n, BestClasses* found,
+                 ScanScratch& scratch, bool indexed = false);
+  void scan_groups(const Cell& cell, int64_t first, int64_t last, ScanScratch& scratch);
+  void take_hits(const Cell& cell, int64_t i, int64_t first, const ScanQuery& scan,
+                 ScanScratch& scratch) const;
+
+  const int64_t *start_, *order_;
+  const float* radius_;
+  const uint8_t* codes_;
+  std::vector<int8_t> codes_of_;
+  std::vector<float> products_;
+  std::vector<uint16_t> read_; // masks of the cells of each block that were read
+};
+
+} // namespace xsoftmax

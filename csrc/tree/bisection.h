@@ -1,0 +1,65 @@
+#pragma once
+
+#include "op/long_work.h"
+#include "table/sparse_rows.h"
+
+#include <cstdint>
+#include <vector>
+
+// 2-means with halves of fixed sizes, the step of label_tree_clusters.
+
+namespace xsoftmax {
+
+/// How nodes are split.
+struct Cutting {
+  uint64_t seed;
+  int64_t iterations;
+  bool spherical;
+};
+
+/// Bisects a segment. Runs on all threads, unless it is called from a parallel region.
+class Bisection {
+ public:
+  Bisection(const SparseRowsView& vectors, const Cutting& cutting, LongWork& work);
+
+  /// Bisects rows [size], sorted ascending: on return the first `left` are the first half. Both
+  /// halves are sorted ascending.
+  void cut(int32_t* rows, int64_t size, int64_t left, uint64_t key);
+
+ private:
+  struct Change {
+    int32_t row;
+    int32_t sign; // +1: joins the first half, -1: leaves it
+  };
+
+  // The result of a stopped bisection is discarded, so it may stop anywhere.
+  bool stopped_at(int64_t i) const { return i % 1024 == 0 && work_.stopped(); }
+
+  void add_rows(int64_t begin, int64_t end, double* sum) const;
+  void add_changes(std::vector<double>& sum);
+  void add_direction(int32_t row, double sign);
+  // Sets direction_ to the difference of the centres: first half minus second half.
+  void make_direction(int64_t left, int64_t size);
+  void score(const int32_t* rows, int64_t size);
+  // Puts the `left` rows with the highest scores in the first half; among equal scores, earlier
+  // rows. Sets changes_ to the rows that changed sides.
+  void assign(const int32_t* rows, int64_t size, int64_t left);
+  void move(int32_t* rows, int64_t size);
+
+  const SparseRowsView& vectors_;
+  LongWork& work_;
+  uint64_t seed_;
+  int64_t iterations_;
+  bool spherical_;
+  // Sums per feature over all rows and over the first half, updated with the rows that change
+  // sides.
+  std::vector<double> total_, sum_;
+  std::vector<float> direction_, score_;
+  std::vector<bool> seen_;
+  std::vector<int32_t> touched_, order_, moved_; // touched_: features that occur in the segment
+  std::vector<int8_t> side_, next_side_;
+  std::vector<Change> changes_;
+  std::vector<std::vector<double>> blocks_;
+};
+
+} // namespace xsoftmax
