@@ -345,16 +345,9 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("linear_candidate_loss_forward", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+XSOFTMAX_AUTOCAST(m) {
   m.impl("linear_candidate_loss", loss_autocast);
-  m.impl("linear_candidate_loss_forward",
-         torch::CppFunction::makeFromBoxedFunction<below_autocast>());
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
-  m.impl("linear_candidate_loss", loss_autocast);
-  m.impl("linear_candidate_loss_forward",
-         torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  below_autocast(m, {"linear_candidate_loss_forward"});
 }
 
 } // namespace xsoftmax

@@ -508,10 +508,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 }
 
 // Autocast is not applied: the towers already return its dtypes, and the products here are few.
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
-  below_autocast(m, {"tower_losses", "weighted_tower_loss", "tower_loss_forward"});
-}
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+XSOFTMAX_AUTOCAST(m) {
   below_autocast(m, {"tower_losses", "weighted_tower_loss", "tower_loss_forward"});
 }
 

@@ -276,14 +276,9 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("candidate_scores_backward", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+XSOFTMAX_AUTOCAST(m) {
   m.impl("candidate_scores", candidate_scores_autocast);
-  m.impl("candidate_scores_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
-  m.impl("candidate_scores", candidate_scores_autocast);
-  m.impl("candidate_scores_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  below_autocast(m, {"candidate_scores_backward"});
 }
 
 } // namespace xsoftmax

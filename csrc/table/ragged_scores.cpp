@@ -195,14 +195,9 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("ragged_scores_backward", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+XSOFTMAX_AUTOCAST(m) {
   m.impl("ragged_scores", ragged_scores_autocast);
-  m.impl("ragged_scores_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
-  m.impl("ragged_scores", ragged_scores_autocast);
-  m.impl("ragged_scores_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  below_autocast(m, {"ragged_scores_backward"});
 }
 
 } // namespace xsoftmax

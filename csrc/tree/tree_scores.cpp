@@ -312,12 +312,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("tree_scores_backward", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
-  m.impl("tree_scores", tree_scores_autocast);
-  below_autocast(m, {"tree_scores_backward"});
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+XSOFTMAX_AUTOCAST(m) {
   m.impl("tree_scores", tree_scores_autocast);
   below_autocast(m, {"tree_scores_backward"});
 }
