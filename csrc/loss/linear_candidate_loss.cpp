@@ -282,6 +282,13 @@ ScoreColumns::ScoreColumns(const c10::SymInt& row_width, const c10::SymInt& shar
     : lead(aligned ? (8 - row_width % 8) % 8 : c10::SymInt(0)), count(row_width + shared_width),
       width(aligned ? (lead + count + 7) / 8 * 8 : count) {}
 
+const Estimator& row_estimator(const SampledSoftmaxOptions& options) {
+  const Estimator& estimator = find_estimator(kOp, options.estimator);
+  TORCH_CHECK_VALUE(estimator.has_kernels(), kOp,
+                    ": expected an estimator with a loop over rows, got \"", estimator.name, "\"");
+  return estimator;
+}
+
 CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArguments& arguments,
                                                            std::array<bool, 2> wanted,
                                                            bool aligned) {

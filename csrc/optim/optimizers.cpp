@@ -75,6 +75,17 @@ const RowRule adagrad = make_rule<RowAdagradOptions>("RowAdagrad", "row_adagrad"
 const RowRule adam = make_rule<RowAdamOptions>(
     "RowAdam", "row_adam", {"step", "exp_avg", "exp_avg_sq", "last_step", "pending"});
 
+template <typename Options>
+const RowRule& rule_of() {
+  if constexpr (std::is_same_v<Options, RowSGDOptions>) {
+    return sgd;
+  } else if constexpr (std::is_same_v<Options, RowAdagradOptions>) {
+    return adagrad;
+  } else {
+    return adam;
+  }
+}
+
 // Returns the tensors in the operators' order. Dense state is a prefix of the row state.
 std::vector<Tensor> tensors_of(const RowRule& rule,
                                const torch::optim::OptimizerParamState& state) {
@@ -162,35 +173,6 @@ void check_state_dtype(const char* name, std::optional<at::ScalarType> dtype) {
                     ": expected state_dtype float32 or bfloat16, got ", *dtype);
 }
 
-double number_of(const Tensor& lr, double number) {
-  return lr.defined() ? lr.item().toDouble() : number;
-}
-
-// Sets the learning rate in place, because a captured step reads the tensor.
-void set_number(const Tensor& lr, double& number, double value) {
-  if (lr.defined()) {
-    const torch::NoGradGuard no_grad;
-    lr.fill_(value);
-  }
-  number = value;
-}
-
-template <typename Options>
-void read_options(const char* name, Options& options, InputArchive& archive) {
-  c10::IValue text;
-  TORCH_CHECK_VALUE(archive.try_read("options", text) && text.isString(), name,
-                    ": expected the archive of a ", name, ", got the options ", archive.keys(),
-                    " of another optimizer, such as torch::optim's. ", kOtherArchive);
-  options = parse_options<Options>(name, text.toStringRef());
-  options.check();
-}
-
-template <typename Options>
-void write_options(const Options& options, OutputArchive& archive) {
-  Options saved = options;
-  archive.write("options", c10::IValue(print_options(saved.lr(options.get_lr()))));
-}
-
 } // namespace
 
 void RowSGDOptions::check() const {
@@ -221,21 +203,43 @@ void RowAdamOptions::check() const {
                     "RowAdam: expected betas[0]^2 < betas[1], got ", beta1, " and ", beta2);
 }
 
-double RowSGDOptions::get_lr() const { return number_of(lr_tensor(), lr()); }
-double RowAdagradOptions::get_lr() const { return number_of(lr_tensor(), lr()); }
-double RowAdamOptions::get_lr() const { return number_of(lr_tensor(), lr()); }
-void RowSGDOptions::set_lr(const double value) { set_number(lr_tensor(), lr(), value); }
-void RowAdagradOptions::set_lr(const double value) { set_number(lr_tensor(), lr(), value); }
-void RowAdamOptions::set_lr(const double value) { set_number(lr_tensor(), lr(), value); }
-
-void RowSGDOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
-void RowSGDOptions::serialize(InputArchive& archive) { read_options("RowSGD", *this, archive); }
-void RowAdagradOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
-void RowAdagradOptions::serialize(InputArchive& archive) {
-  read_options("RowAdagrad", *this, archive);
+template <typename Options>
+double RowOptimizerOptions<Options>::get_lr() const {
+  const auto& options = static_cast<const Options&>(*this);
+  return options.lr_tensor().defined() ? options.lr_tensor().item().toDouble() : options.lr();
 }
-void RowAdamOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
-void RowAdamOptions::serialize(InputArchive& archive) { read_options("RowAdam", *this, archive); }
+
+template <typename Options>
+void RowOptimizerOptions<Options>::set_lr(const double value) {
+  auto& options = static_cast<Options&>(*this);
+  if (options.lr_tensor().defined()) { // in place, because a captured step reads the tensor
+    const torch::NoGradGuard no_grad;
+    options.lr_tensor().fill_(value);
+  }
+  options.lr() = value;
+}
+
+template <typename Options>
+void RowOptimizerOptions<Options>::serialize(OutputArchive& archive) const {
+  Options saved = static_cast<const Options&>(*this);
+  archive.write("options", c10::IValue(print_options(saved.lr(get_lr()))));
+}
+
+template <typename Options>
+void RowOptimizerOptions<Options>::serialize(InputArchive& archive) {
+  auto& options = static_cast<Options&>(*this);
+  const char* name = rule_of<Options>().name;
+  c10::IValue text;
+  TORCH_CHECK_VALUE(archive.try_read("options", text) && text.isString(), name,
+                    ": expected the archive of a ", name, ", got the options ", archive.keys(),
+                    " of another optimizer, such as torch::optim's. ", kOtherArchive);
+  options = parse_options<Options>(name, text.toStringRef());
+  options.check();
+}
+
+template struct RowOptimizerOptions<RowSGDOptions>;
+template struct RowOptimizerOptions<RowAdagradOptions>;
+template struct RowOptimizerOptions<RowAdamOptions>;
 
 void RowParamState::serialize(OutputArchive& archive) const {
   for (const auto& [name, tensor] : tensors) {
