@@ -1,5 +1,7 @@
 #pragma once
 
+#include "op/wanted_gradients.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -11,13 +13,6 @@
 // operators whose first arguments these are.
 
 namespace xsoftmax {
-
-/// Returns whether a backward pass needs the gradients. bias: as saved, undefined if absent.
-inline std::array<bool, 3> wanted_gradients(const torch::autograd::AutogradContext& ctx,
-                                            const at::Tensor& bias) {
-  return {ctx.needs_input_grad(0), ctx.needs_input_grad(1),
-          bias.defined() && ctx.needs_input_grad(2)};
-}
 
 /// Returns the wanted gradients as the result of the backward pass of an operator with `arguments`
 /// arguments.

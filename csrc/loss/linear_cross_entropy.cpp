@@ -210,7 +210,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted = wanted_gradients(*ctx, saved[2]);
+    const std::array<bool, 3> wanted = wanted_gradients(*ctx, saved[2].defined());
     const LinearGradients gradients = call_backward(
         grads[0], saved[0], saved[1], optional(saved[2]), saved[3], optional(saved[4]), saved[5],
         saved[6], ctx->saved_data["options"].toStringRef(), wanted);

@@ -293,7 +293,7 @@ class PositivesCrossEntropy : public torch::autograd::Function<PositivesCrossEnt
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted = wanted_gradients(*ctx, saved[2]);
+    const std::array<bool, 3> wanted = wanted_gradients(*ctx, saved[2].defined());
     const PositivesGradients gradients =
         call_backward(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], saved[4],
                       ctx->saved_data["options"].toStringRef(), wanted);

@@ -94,7 +94,7 @@ class LinearSoftmax : public torch::autograd::Function<LinearSoftmax> {
                                                  torch::autograd::variable_list grads) {
     static const auto op = find_op<decltype(backward_any)>("xsoftmax::linear_softmax_backward");
     const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted = wanted_gradients(*ctx, saved[2]);
+    const std::array<bool, 3> wanted = wanted_gradients(*ctx, saved[2].defined());
     const SoftmaxGradients gradients =
         op.call(grads[0], grads[1], grads[2], saved[0], saved[1], optional(saved[2]), saved[3],
                 saved[4], saved[5], ctx->saved_data["options"].toStringRef(), wanted);

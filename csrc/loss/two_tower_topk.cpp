@@ -7,6 +7,7 @@
 #include "loss/exclude_topk.h"
 #include "loss/linear_topk.h"
 #include "loss/two_tower_checks.h"
+#include "xsoftmax/ops.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/autocast_mode.h>
