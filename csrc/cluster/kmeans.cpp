@@ -237,7 +237,6 @@ XSOFTMAX_OPERATORS(m) {
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("kmeans", kmeans_composite); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("kmeans", kmeans_meta); }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"kmeans"}); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"kmeans"}); }
+XSOFTMAX_AUTOCAST(m) { below_autocast(m, {"kmeans"}); }
 
 } // namespace xsoftmax

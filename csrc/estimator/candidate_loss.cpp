@@ -355,12 +355,12 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
   m.impl("estimator_loss", estimator_loss_autocast<c10::DeviceType::CPU>);
-  m.impl("estimator_loss_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  below_autocast(m, {"estimator_loss_backward"});
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
   m.impl("estimator_loss", estimator_loss_autocast<c10::DeviceType::CUDA>);
-  m.impl("estimator_loss_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  below_autocast(m, {"estimator_loss_backward"});
 }
 
 } // namespace xsoftmax

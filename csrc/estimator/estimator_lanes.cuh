@@ -8,7 +8,7 @@
 
 #include <limits>
 
-// Lanes of estimator_arithmetic.h on a CUDA device: one warp per row, or one block per long row.
+// Lanes (candidate_row.h) on a CUDA device: one warp per row, or one block per long row.
 
 namespace xsoftmax::cuda {
 

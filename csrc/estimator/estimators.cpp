@@ -243,6 +243,40 @@ EstimatorGradient cane_gradient(const CandidateBatch& batch) {
           at::where(batch.covered.unsqueeze(1), score, outside_score)};
 }
 
+Estimator softmax_estimator(const char* name, const EstimatorTraits& traits) {
+  return {.name = name,
+          .traits = traits,
+          .loss = softmax_loss,
+          .gradient = softmax_gradient,
+          .row_loss = RowLoss::Softmax,
+          .joined = Joined::LogSumExp,
+          .joined_loss = softmax_of_sum,
+          .log_normalizer = softmax_normalizer};
+}
+
+Estimator logistic_estimator(const char* name, const EstimatorTraits& traits) {
+  return {.name = name,
+          .traits = traits,
+          .loss = logistic_loss,
+          .gradient = logistic_gradient,
+          .row_loss = RowLoss::Logistic,
+          .joined = Joined::Softplus,
+          .joined_loss = logistic_of_sum};
+}
+
+template <bool kMeanOfLogs>
+Estimator cane_estimator(const char* name) {
+  return {.name = name,
+          .traits = {.needs_target_count = true,
+                     .weighs = true,
+                     .drops_distinct_hits = true,
+                     .has_noise = true},
+          .loss = cane_loss<kMeanOfLogs>,
+          .gradient = cane_gradient<kMeanOfLogs>,
+          .row_loss = kMeanOfLogs ? RowLoss::Cane : RowLoss::CaneLogOfMean,
+          .log_normalizer = cane_normalizer<kMeanOfLogs>};
+}
+
 // Estimators that also correct the target's score (corrects_target) learn to tell the target from
 // samples of the same distribution. Their optimum is the softmax only if a class occurs in a set
 // once as the target and once per time it was sampled: hits among samples with replacement
@@ -251,48 +285,26 @@ EstimatorGradient cane_gradient(const CandidateBatch& batch) {
 // otherwise the size of the set would reveal it: the target then replaces a sample
 // (replaces_a_sample).
 const Estimator kEstimators[] = {
-    {"sampled_softmax",
-     {.renormalizes = true,
-      .weighs = true,
-      .drops_distinct_hits = true,
-      .drops_drawn_hits = true,
-      .smooths = true},
-     softmax_loss,
-     softmax_gradient,
-     RowLoss::Softmax,
-     Joined::LogSumExp,
-     softmax_of_sum,
-     softmax_normalizer},
-    {"ranking",
-     {.corrects_target = true,
-      .needs_target_count = true,
-      .weighs = true,
-      .drops_distinct_hits = true,
-      .replaces_a_sample = true,
-      .smooths = true},
-     softmax_loss,
-     softmax_gradient,
-     RowLoss::Softmax,
-     Joined::LogSumExp,
-     softmax_of_sum,
-     softmax_normalizer},
-    {"nce",
-     {.corrects_target = true,
-      .needs_target_count = true,
-      .weighs = true,
-      .drops_distinct_hits = true},
-     logistic_loss,
-     logistic_gradient,
-     RowLoss::Logistic,
-     Joined::Softplus,
-     logistic_of_sum},
-    {"negative_sampling",
-     {.drops_distinct_hits = true, .drops_drawn_hits = true},
-     logistic_loss,
-     logistic_gradient,
-     RowLoss::Logistic,
-     Joined::Softplus,
-     logistic_of_sum},
+    softmax_estimator("sampled_softmax",
+                      {.renormalizes = true,
+                       .weighs = true,
+                       .drops_distinct_hits = true,
+                       .drops_drawn_hits = true,
+                       .smooths = true}),
+    softmax_estimator("ranking",
+                      {.corrects_target = true,
+                       .needs_target_count = true,
+                       .weighs = true,
+                       .drops_distinct_hits = true,
+                       .replaces_a_sample = true,
+                       .smooths = true}),
+    logistic_estimator("nce",
+                       {.corrects_target = true,
+                        .needs_target_count = true,
+                        .weighs = true,
+                        .drops_distinct_hits = true}),
+    logistic_estimator("negative_sampling",
+                       {.drops_distinct_hits = true, .drops_drawn_hits = true}),
     {"one_vs_each",
      {.renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true},
      one_vs_each_loss,
@@ -315,22 +327,8 @@ const Estimator kEstimators[] = {
      Joined::LogSumExp,
      importance_of_sum,
      importance_normalizer},
-    {"cane",
-     {.needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true},
-     cane_loss<true>,
-     cane_gradient<true>,
-     RowLoss::Cane,
-     std::nullopt,
-     nullptr,
-     cane_normalizer<true>},
-    {"cane_log_of_mean",
-     {.needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true},
-     cane_loss<false>,
-     cane_gradient<false>,
-     RowLoss::CaneLogOfMean,
-     std::nullopt,
-     nullptr,
-     cane_normalizer<false>},
+    cane_estimator</*kMeanOfLogs=*/true>("cane"),
+    cane_estimator</*kMeanOfLogs=*/false>("cane_log_of_mean"),
 };
 
 struct Registry {

@@ -11,7 +11,7 @@
 #include <vector>
 
 // The registry of estimators. A built-in estimator consists of three functions: the loss and its
-// gradient in ATen calls, and a loop over the candidates of one query (estimator_arithmetic.h). A
+// gradient in ATen calls, and a loop over the candidates of one query (estimator_losses.h). A
 // registered estimator consists of its loss only, which autograd differentiates. candidate_loss
 // handles hits, expected counts and checks.
 

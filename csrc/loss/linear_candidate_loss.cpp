@@ -282,6 +282,13 @@ ScoreColumns::ScoreColumns(const c10::SymInt& row_width, const c10::SymInt& shar
     : lead(aligned ? (8 - row_width % 8) % 8 : c10::SymInt(0)), count(row_width + shared_width),
       width(aligned ? (lead + count + 7) / 8 * 8 : count) {}
 
+const Estimator& row_estimator(const SampledSoftmaxOptions& options) {
+  const Estimator& estimator = find_estimator(kOp, options.estimator);
+  TORCH_CHECK_VALUE(estimator.has_kernels(), kOp,
+                    ": expected an estimator with a loop over rows, got \"", estimator.name, "\"");
+  return estimator;
+}
+
 CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArguments& arguments,
                                                            std::array<bool, 2> wanted,
                                                            bool aligned) {
@@ -345,16 +352,9 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("linear_candidate_loss_forward", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+XSOFTMAX_AUTOCAST(m) {
   m.impl("linear_candidate_loss", loss_autocast);
-  m.impl("linear_candidate_loss_forward",
-         torch::CppFunction::makeFromBoxedFunction<below_autocast>());
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
-  m.impl("linear_candidate_loss", loss_autocast);
-  m.impl("linear_candidate_loss_forward",
-         torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  below_autocast(m, {"linear_candidate_loss_forward"});
 }
 
 } // namespace xsoftmax

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "cpu/impl.h"
 #include "estimator/candidates.h"
 
 #include <array>
@@ -70,5 +71,25 @@ at::Tensor linear_candidate_loss(const at::Tensor& input, const at::Tensor& weig
 CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArguments& arguments,
                                                            std::array<bool, 2> wanted,
                                                            bool aligned);
+
+/// Returns the estimator of the options. Throws a ValueError if it has no loop over rows.
+const Estimator& row_estimator(const SampledSoftmaxOptions& options);
+
+/// The operator linear_candidate_loss_forward of a device: parses the arguments and calls kKernel,
+/// or the composite if use_reference().
+template <CandidateLossState (*kKernel)(const LinearLossArguments& arguments,
+                                        std::array<bool, 2> wanted, bool aligned)>
+CandidateLossState linear_candidate_loss_forward(const at::Tensor& input, const at::Tensor& weight,
+                                                 const OptionalTensor& bias,
+                                                 const at::Tensor& target,
+                                                 const OptionalTensors& candidates,
+                                                 at::IntArrayRef distinct, std::string_view options,
+                                                 std::array<bool, 2> wanted,
+                                                 const OptionalTensor& share, bool aligned) {
+  const LinearLossArguments arguments(input, weight, bias, target, candidates, distinct, options,
+                                      share);
+  return use_reference() ? linear_candidate_loss_forward_reference(arguments, wanted, aligned)
+                         : kKernel(arguments, wanted, aligned);
+}
 
 } // namespace xsoftmax

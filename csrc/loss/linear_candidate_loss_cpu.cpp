@@ -1,6 +1,5 @@
 #include "op/checks.h"
 #include "cpu/dtypes.h"
-#include "cpu/impl.h"
 #include "table/files/mapped_file.h"
 #include "cpu/memory.h"
 #include "op/optional.h"
@@ -115,17 +114,34 @@ Tensor first_column(const Tensor& row_ids) {
   return first;
 }
 
-CandidateLossState linear_candidate_loss_forward_cpu(
-    const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-    const OptionalTensors& columns, at::IntArrayRef distinct, std::string_view options,
-    std::array<bool, 2> wanted, const OptionalTensor& share, bool aligned) {
-  constexpr const char* op = "sampled_softmax_loss"; // the operator that users call
-  const LinearLossArguments arguments(input, weight, bias, target, columns, distinct, options,
-                                      share);
-  if (use_reference()) {
-    return linear_candidate_loss_forward_reference(arguments, wanted, aligned);
+// The rows of the shared candidates [S, D] and a view [Q, S] of their scores; undefined if there
+// are none.
+struct SharedScores {
+  Tensor rows, scores;
+
+  // Writes the columns of `all` after the first `lead`.
+  SharedScores(const Tensor& query, const Tensor& table, const Tensor& bias, const Tensor& ids,
+               const Tensor& all, int64_t lead) {
+    if (ids.size(0) == 0) {
+      return;
+    }
+    const bool low = multiplies_bfloat16(table);
+    rows = gather_rows_cpu(table, ids, low);
+    scores = strided_view(all, {query.size(0), ids.size(0)}, {all.stride(0), 1}, lead);
+    if (bias.defined()) {
+      scores.copy_(bias.index_select(0, ids));
+    }
+    const auto dtype = all.scalar_type();
+    multiply(scores, low || query.scalar_type() == dtype ? query : query.to(dtype),
+             transposed(rows), {.add = bias.defined(), .bfloat16 = low});
   }
+};
+
+CandidateLossState forward_cpu(const LinearLossArguments& arguments, std::array<bool, 2> wanted,
+                               bool aligned) {
+  constexpr const char* op = "sampled_softmax_loss"; // the operator that users call
   const Candidates& candidates = arguments.candidates;
+  const Tensor &input = arguments.input, &weight = arguments.weight, &target = arguments.target;
   const int64_t ignore_index = arguments.options.ignore_index;
   const Tensor row_ids = ids_of_queries(target, candidates.private_ids, ignore_index);
   const Tensor id = first_column(row_ids);
@@ -142,10 +158,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(
   const Tensor scores =
       aligned ? buffer.narrow(1, laid_out.lead.expect_int(), row_width + shared.size(0)) : buffer;
   const EstimatorArguments estimation(scores, id, candidates, arguments.options,
-                                      find_estimator(op, arguments.options.estimator));
-  TORCH_CHECK_VALUE(estimation.estimator.has_kernels(), op,
-                    ": expected an estimator with a loop over rows, got \"",
-                    estimation.estimator.name, "\"");
+                                      row_estimator(arguments.options));
   check::class_ids(op, "target", target, weight.size(0), ignore_index);
   if (given(candidates.private_ids)) {
     check::class_ids(op, "private ids", *candidates.private_ids, weight.size(0));
@@ -153,42 +166,29 @@ CandidateLossState linear_candidate_loss_forward_cpu(
   check::class_ids(op, "shared ids", shared, weight.size(0));
   prefetch_rows(weight, {ids_of(row_ids), ids_of(shared)});
 
-  const bool want_gradient = wanted[0] || wanted[1];
   const Tensor targets = target.contiguous(), query = input.contiguous(),
                table = with_unit_column_stride(weight);
-  const Tensor bias_row = given(bias) ? bias->contiguous() : Tensor();
+  const Tensor bias = given(arguments.bias) ? arguments.bias->contiguous() : Tensor();
   const Tensor grad_input = recycled_empty({wanted[0] ? queries : 0, features}, floats);
-  const bool low = multiplies_bfloat16(weight);
-  Tensor shared_rows, shared_scores;
-  if (shared.size(0) > 0) {
-    shared_rows = gather_rows_cpu(table, shared, low);
-    shared_scores =
-        strided_view(scores, {queries, shared.size(0)}, {scores.stride(0), 1}, row_width);
-    const Tensor& out = shared_scores;
-    if (bias_row.defined()) {
-      out.copy_(bias_row.index_select(0, shared));
-    }
-    multiply(out, low || query.scalar_type() == dtype ? query : query.to(dtype),
-             transposed(shared_rows), {.add = bias_row.defined(), .bfloat16 = low});
-  }
+  const SharedScores of_shared(query, table, bias, shared, scores, row_width);
   const LossOperands operands(estimation, scores);
-  const Tensor of_query = LossOperands::plain(share, dtype);
+  const Tensor of_query = LossOperands::plain(arguments.share, dtype);
   dispatch_floating(input.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     using A = opmath<T>;
     LossRows<A> rows = operands.rows<A>(estimation);
     rows.loss = data<A>(loss);
-    rows.grad_scores = want_gradient ? data<A>(scores) : nullptr;
+    rows.grad_scores = wanted[0] || wanted[1] ? data<A>(scores) : nullptr;
     rows.grad_loss = of_query.defined() ? const_data<A>(of_query) : nullptr;
-    run_queries(QueryPass<T>{const_data<T>(query), const_data<T>(table),
-                             bias_row.defined() ? const_data<T>(bias_row) : nullptr, features,
-                             table.stride(0), row_ids.const_data_ptr<int64_t>(), queries, row_width,
-                             targets.const_data_ptr<int64_t>(), ignore_index, data<A>(scores),
-                             wanted[0] ? data<A>(grad_input) : nullptr, rows,
-                             *estimation.estimator.row_loss});
+    run_queries(QueryPass<T>{
+        const_data<T>(query), const_data<T>(table), bias.defined() ? const_data<T>(bias) : nullptr,
+        features, table.stride(0), row_ids.const_data_ptr<int64_t>(), queries, row_width,
+        targets.const_data_ptr<int64_t>(), ignore_index, data<A>(scores),
+        wanted[0] ? data<A>(grad_input) : nullptr, rows, *estimation.estimator.row_loss});
   });
-  if (wanted[0] && shared_rows.defined()) {
-    multiply(grad_input, shared_scores, shared_rows, {.add = true, .bfloat16 = low});
+  if (wanted[0] && of_shared.rows.defined()) {
+    multiply(grad_input, of_shared.scores, of_shared.rows,
+             {.add = true, .bfloat16 = multiplies_bfloat16(weight)});
   }
   return {loss, grad_input, wanted[1] ? buffer : buffer.new_empty({0, buffer.size(1)}), row_ids};
 }
@@ -196,7 +196,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(
 } // namespace
 
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
-  m.impl("linear_candidate_loss_forward", linear_candidate_loss_forward_cpu);
+  m.impl("linear_candidate_loss_forward", linear_candidate_loss_forward<forward_cpu>);
 }
 
 } // namespace xsoftmax

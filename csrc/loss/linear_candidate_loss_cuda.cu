@@ -2,7 +2,6 @@
 
 #include "table/cuda_rows.cuh"
 #include "cpu/dtypes.h"
-#include "cpu/impl.h"
 #include "op/optional.h"
 #include "loss/linear_candidate_loss.h"
 #include "estimator/loss_operands.h"
@@ -282,82 +281,91 @@ void launch(QueryPass<T> pass, const Tensor& like) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-CandidateLossState linear_candidate_loss_forward_cuda(
-    const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-    const OptionalTensors& columns, at::IntArrayRef distinct, std::string_view options,
-    std::array<bool, 2> wanted, const OptionalTensor& share, bool aligned) {
-  constexpr const char* op = "sampled_softmax_loss"; // the operator that users call
-  const LinearLossArguments arguments(input, weight, bias, target, columns, distinct, options,
-                                      share);
-  const c10::cuda::CUDAGuard guard(input.device());
-  if (use_reference()) {
-    return linear_candidate_loss_forward_reference(arguments, wanted, aligned);
+// The tensors of a call, as the kernels take them.
+struct Operands {
+  Tensor query, table, bias, targets, private_ids, shared;
+  int64_t row_width, shared_width;
+
+  explicit Operands(const LinearLossArguments& arguments)
+      : query(arguments.input.contiguous()), table(with_unit_column_stride(arguments.weight)),
+        bias(given(arguments.bias) ? arguments.bias->contiguous() : Tensor()),
+        targets(arguments.target.contiguous()),
+        private_ids(given(arguments.candidates.private_ids)
+                        ? arguments.candidates.private_ids->contiguous()
+                        : targets.new_empty({query.size(0), 0})),
+        shared(given(arguments.candidates.shared_ids)
+                   ? arguments.candidates.shared_ids->contiguous()
+                   : targets.new_empty({0})),
+        row_width(1 + private_ids.size(1)), shared_width(shared.size(0)) {}
+
+  // Returns the arguments of the kernels, without those that concern the estimator.
+  template <typename T>
+  QueryPass<T> pass(const Tensor& row_ids, const Tensor& scores, const Tensor& grad_input,
+                    const Tensor& shared_bias, const Tensor& shared_grad) const {
+    using A = at::opmath_type<T>;
+    const auto pointer = [](const Tensor& tensor) {
+      return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
+    };
+    QueryPass<T> pass{};
+    pass.input = pointer(query);
+    pass.weight = pointer(table);
+    pass.bias = pointer(bias);
+    pass.shared_bias = pointer(shared_bias);
+    pass.features = query.size(1);
+    pass.stride = table.stride(0);
+    pass.num_classes = table.size(0);
+    pass.target = targets.const_data_ptr<int64_t>();
+    pass.private_ids = private_ids.const_data_ptr<int64_t>();
+    pass.row_ids = row_ids.mutable_data_ptr<int64_t>();
+    pass.queries = query.size(0);
+    pass.row_width = row_width;
+    pass.scores = scores.mutable_data_ptr<A>();
+    pass.grad_input = grad_input.defined() ? grad_input.mutable_data_ptr<A>() : nullptr;
+    pass.shared_grad = shared_grad.defined() ? shared_grad.mutable_data_ptr<T>() : nullptr;
+    pass.shared_grad_stride = shared_grad.defined() ? shared_grad.stride(0) : 0;
+    return pass;
   }
-  const Candidates& candidates = arguments.candidates;
-  const int64_t queries = input.size(0), features = input.size(1);
-  const auto floats = input.options().dtype(opmath_dtype(input.scalar_type()));
-  const Tensor private_ids = given(candidates.private_ids) ? candidates.private_ids->contiguous()
-                                                           : target.new_empty({queries, 0});
-  const Tensor shared =
-      given(candidates.shared_ids) ? candidates.shared_ids->contiguous() : target.new_empty({0});
-  const int64_t row_width = 1 + private_ids.size(1), shared_width = shared.size(0);
+};
+
+CandidateLossState forward_cuda(const LinearLossArguments& arguments, std::array<bool, 2> wanted,
+                                bool aligned) {
+  const c10::cuda::CUDAGuard guard(arguments.input.device());
+  const Operands tensors(arguments);
+  const Tensor &query = tensors.query, &bias = tensors.bias;
+  const int64_t queries = query.size(0), features = query.size(1), row_width = tensors.row_width,
+                shared_width = tensors.shared_width;
+  const auto floats = query.options().dtype(opmath_dtype(query.scalar_type()));
 
   // The gradient of the scores overwrites the scores.
   const ScoreColumns laid_out(row_width, shared_width, aligned);
   const Tensor buffer = at::empty({queries, laid_out.width.expect_int()}, floats),
                loss = at::empty({queries}, floats);
   const Tensor scores = buffer.narrow(1, laid_out.lead.expect_int(), row_width + shared_width);
-  const Tensor targets = target.contiguous(),
-               row_ids = at::empty({queries, row_width}, target.options());
-  const EstimatorArguments estimation(scores, targets, candidates, arguments.options,
-                                      find_estimator(op, arguments.options.estimator));
-  TORCH_CHECK_VALUE(estimation.estimator.has_kernels(), op,
-                    ": expected an estimator with a loop over rows, got \"",
-                    estimation.estimator.name, "\"");
-  const bool want_gradient = wanted[0] || wanted[1];
-  const Tensor query = input.contiguous(), table = with_unit_column_stride(weight);
+  const Tensor row_ids = at::empty({queries, row_width}, tensors.targets.options());
+  const EstimatorArguments estimation(scores, tensors.targets, arguments.candidates,
+                                      arguments.options, row_estimator(arguments.options));
   const Tensor grad_input = at::empty({wanted[0] ? queries : 0, features}, floats);
-  const Tensor bias_row = given(bias) ? bias->contiguous() : Tensor();
   Tensor shared_rows, shared_bias, shared_grad;
   if (shared_width > 0) {
-    shared_rows = table.index_select(0, shared);
-    shared_bias = bias_row.defined() ? bias_row.index_select(0, shared) : shared_bias;
+    shared_rows = tensors.table.index_select(0, tensors.shared);
+    shared_bias = bias.defined() ? bias.index_select(0, tensors.shared) : shared_bias;
     product_out_cuda(scores.narrow(1, row_width, shared_width), query, shared_rows.t());
-    if (wanted[0] && multiplies_rounded(input.scalar_type())) {
-      shared_grad = at::empty({queries, whole_packs<at::BFloat16>(shared_width)}, input.options())
+    if (wanted[0] && multiplies_rounded(query.scalar_type())) {
+      shared_grad = at::empty({queries, whole_packs<at::BFloat16>(shared_width)}, query.options())
                         .narrow(1, 0, shared_width);
     }
   }
   const LossOperands operands(estimation, scores);
-  const Tensor of_query = LossOperands::plain(share, scores.scalar_type());
+  const Tensor of_query = LossOperands::plain(arguments.share, scores.scalar_type());
   AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, input.scalar_type(), "linear_candidate_loss_cuda", [&] {
+      at::kHalf, at::kBFloat16, query.scalar_type(), "linear_candidate_loss_cuda", [&] {
         using A = at::opmath_type<scalar_t>;
-        const auto pointer = [](const Tensor& tensor) {
-          return tensor.defined() ? tensor.const_data_ptr<scalar_t>() : nullptr;
-        };
-        QueryPass<scalar_t> pass{};
-        pass.input = pointer(query);
-        pass.weight = pointer(table);
-        pass.bias = pointer(bias_row);
-        pass.shared_bias = pointer(shared_bias);
-        pass.features = features;
-        pass.stride = table.stride(0);
-        pass.num_classes = weight.size(0);
-        pass.target = targets.const_data_ptr<int64_t>();
-        pass.private_ids = private_ids.const_data_ptr<int64_t>();
-        pass.row_ids = row_ids.mutable_data_ptr<int64_t>();
-        pass.queries = queries;
-        pass.row_width = row_width;
+        auto pass = tensors.pass<scalar_t>(row_ids, scores, wanted[0] ? grad_input : Tensor(),
+                                           shared_bias, shared_grad);
         pass.ignore_index = arguments.options.ignore_index;
-        pass.scores = scores.mutable_data_ptr<A>();
-        pass.grad_input = wanted[0] ? grad_input.mutable_data_ptr<A>() : nullptr;
-        pass.shared_grad =
-            shared_grad.defined() ? shared_grad.mutable_data_ptr<scalar_t>() : nullptr;
-        pass.shared_grad_stride = shared_grad.defined() ? shared_grad.stride(0) : 0;
         pass.rows = operands.rows<A>(estimation);
         pass.rows.loss = loss.mutable_data_ptr<A>();
-        pass.rows.grad_scores = want_gradient ? pass.scores : nullptr;
+        pass.rows.grad_scores = wanted[0] || wanted[1] ? pass.scores : nullptr;
         pass.rows.grad_loss = of_query.defined() ? of_query.const_data_ptr<A>() : nullptr;
         pass.estimator = *estimation.estimator.row_loss;
         launch(pass, scores);
@@ -373,7 +381,7 @@ CandidateLossState linear_candidate_loss_forward_cuda(
 } // namespace
 
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
-  m.impl("linear_candidate_loss_forward", linear_candidate_loss_forward_cuda);
+  m.impl("linear_candidate_loss_forward", linear_candidate_loss_forward<forward_cuda>);
 }
 
 } // namespace xsoftmax

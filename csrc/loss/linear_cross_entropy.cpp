@@ -12,6 +12,7 @@
 #include "op/shape_checks.h"
 #include "estimator/logit_transform.h"
 #include "estimator/loss_shares.h"
+#include "loss/linear_backward.h"
 #include "loss/reduction.h"
 #include "xsoftmax/ops.h"
 #include "op/find_op.h"
@@ -23,22 +24,13 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/dot.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/maximum.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <c10/core/SymBool.h>
 #include <torch/library.h>
-
-#include <algorithm>
-#include <limits>
 
 namespace xsoftmax {
 namespace {
@@ -47,7 +39,6 @@ using at::Tensor;
 
 constexpr const char* kOp = "linear_cross_entropy";
 constexpr int64_t kSavedBytes = 40 << 20;  // bytes of logits that the forward pass saves
-constexpr int64_t kReferenceBlock = 8192;  // classes per block in the composites
 
 CrossEntropyState call_forward(const Tensor& input, const Tensor& weight,
                                const OptionalTensor& bias, const Tensor& target,
@@ -92,15 +83,6 @@ CrossEntropyState forward_meta(const Tensor& input, const Tensor& weight,
       : c10::SymInt(0);
   return {at::empty_symint({queries}, floats), at::empty_symint({c10::SymInt(2), queries}, floats),
           at::empty_symint({queries, saved}, floats)};
-}
-
-LinearGradients gradients_meta(const Tensor& input, const Tensor& weight, at::ScalarType dtype,
-                               std::array<bool, 3> output_mask) {
-  const c10::SymInt none(0), classes = weight.sym_size(0), features = weight.sym_size(1);
-  const auto options = input.options().dtype(dtype);
-  return {at::empty_symint({output_mask[0] ? input.sym_size(0) : none, features}, options),
-          at::empty_symint({output_mask[1] ? classes : none, features}, options),
-          at::empty_symint({output_mask[2] ? classes : none}, options)};
 }
 
 LinearGradients backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight,
@@ -228,17 +210,11 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
-                                     saved[2].defined() && ctx->needs_input_grad(2)};
-    auto [grad_input, grad_weight, grad_bias] = call_backward(
+    const std::array<bool, 3> wanted = wanted_gradients(*ctx, saved[2].defined());
+    const LinearGradients gradients = call_backward(
         grads[0], saved[0], saved[1], optional(saved[2]), saved[3], optional(saved[4]), saved[5],
         saved[6], ctx->saved_data["options"].toStringRef(), wanted);
-    return {wanted[0] ? grad_input : Tensor(),
-            wanted[1] ? grad_weight : Tensor(),
-            wanted[2] ? grad_bias : Tensor(),
-            Tensor(),
-            Tensor(),
-            Tensor()};
+    return as_grads(gradients, wanted, 6);
   }
 };
 
@@ -310,44 +286,6 @@ Tensor linear_cross_entropy_autocast(const Tensor& input, const Tensor& weight,
       : class_weight;
   return call_loss(cast.input, cast.weight, cast.bias, target, weights, text);
 }
-
-// Shared by the composites: the operands in opmath_type, and the weights of the terms of the loss
-//     loss_q = target_weight_q (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc)
-//              + z_weight_q (log Z_q)^2,   or 0 if q is ignored.
-struct ReferenceTerms {
-  // bias and class_weight: [N], zeros and ones if absent.
-  Tensor query, bias, class_weight, counted, target_weight, z_weight;
-  double even;
-  LogitOptions transform;
-
-  ReferenceTerms(const Tensor& input, const Tensor& weight, const OptionalTensor& bias_or_none,
-                 const Tensor& target, const OptionalTensor& class_weight_or_none,
-                 const CrossEntropyOptions& options)
-      : query(input.to(opmath_dtype(input.scalar_type()))),
-        bias(given(bias_or_none) ? bias_or_none->to(query.scalar_type())
-                                 : at::zeros({weight.size(0)}, query.options())),
-        class_weight(given(class_weight_or_none) ? class_weight_or_none->to(query.scalar_type())
-                                                 : at::ones({weight.size(0)}, query.options())),
-        counted(target.ne(options.ignore_index)),
-        even(weight.size(0) > 0 ? options.label_smoothing / double(weight.size(0)) : 0),
-        transform(options) {
-    const Tensor of_target = weight.size(0) > 0
-        ? class_weight.index_select(0, target.masked_fill(counted.logical_not(), 0))
-        : at::zeros({target.size(0)}, query.options());
-    target_weight = of_target * (1 - options.label_smoothing);
-    if (options.z_loss != 0) {
-      z_weight = of_target * options.z_loss;
-    }
-  }
-
-  Tensor products(const Tensor& weight, int64_t begin, int64_t size) const {
-    return at::mm(query, weight.narrow(0, begin, size).to(query.scalar_type()).t());
-  }
-  // Returns the logits, given the products without bias.
-  Tensor logits(const Tensor& products, int64_t begin) const {
-    return transform_logits(products + bias.narrow(0, begin, products.size(1)), transform);
-  }
-};
 
 } // namespace
 
@@ -423,110 +361,6 @@ CrossEntropyOptions check_linear_cross_entropy_backward(
   return options;
 }
 
-CrossEntropyState linear_cross_entropy_forward_reference(const Tensor& input, const Tensor& weight,
-                                                         const OptionalTensor& bias,
-                                                         const Tensor& target,
-                                                         const OptionalTensor& class_weight,
-                                                         std::string_view text, bool save_logits) {
-  const CrossEntropyOptions options =
-      check_linear_cross_entropy(input, weight, bias, target, class_weight, text);
-  const int64_t classes = weight.size(0), queries = input.size(0);
-  const ReferenceTerms terms(input, weight, bias, target, class_weight, options);
-  const auto floats = terms.query.options();
-  const int64_t saved =
-      save_logits ? saved_classes(queries, classes, input.scalar_type()).expect_int() : 0;
-  const Tensor saved_logits = at::empty({queries, saved}, floats);
-  Tensor largest = at::full({queries}, -std::numeric_limits<double>::infinity(), floats),
-         sum = at::zeros({queries}, floats), target_logit = at::zeros({queries}, floats),
-         even_sum = at::zeros({queries}, floats.dtype(at::kDouble));
-  for (int64_t begin = 0; begin < classes; begin += kReferenceBlock) {
-    const int64_t size = std::min(kReferenceBlock, classes - begin);
-    const Tensor products = terms.products(weight, begin, size);
-    const Tensor logits = terms.logits(products, begin);
-    if (const int64_t keep = std::min(size, saved - begin); keep > 0) {
-      saved_logits.narrow(1, begin, keep)
-          .copy_((transforms(options) ? logits : products).narrow(1, 0, keep));
-    }
-    const Tensor new_largest = at::maximum(largest, logits.amax(1));
-    const Tensor shift =
-        new_largest.masked_fill(new_largest.eq(-std::numeric_limits<double>::infinity()), 0);
-    sum = sum * (largest - shift).exp() + (logits - shift.unsqueeze(1)).exp().sum(1);
-    largest = new_largest;
-    const Tensor here = target.ge(begin).logical_and(target.lt(begin + size));
-    target_logit = at::where(
-        here, logits.gather(1, (target - begin).clamp(0, size - 1).unsqueeze(1)).squeeze(1),
-        target_logit);
-    if (terms.even > 0) {
-      even_sum =
-          even_sum + (logits.to(at::kDouble) * terms.class_weight.narrow(0, begin, size)).sum(1);
-    }
-  }
-  const Tensor log_sum = sum.log();
-  Tensor loss = terms.target_weight * ((largest - target_logit) + log_sum);
-  if (terms.even > 0) {
-    const Tensor whole = (largest.to(at::kDouble) + log_sum) * terms.class_weight.sum(at::kDouble);
-    loss = loss + (terms.even * (whole - even_sum)).to(loss.scalar_type());
-  }
-  if (options.z_loss != 0) {
-    loss = loss + terms.z_weight * (largest + log_sum).square();
-  }
-  return {loss.masked_fill(terms.counted.logical_not(), 0), at::stack({largest, log_sum}),
-          saved_logits};
-}
-
-LinearGradients linear_cross_entropy_backward_reference(
-    const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-    const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
-    const Tensor& saved_logits, std::string_view text, std::array<bool, 3> output_mask) {
-  const CrossEntropyOptions options = check_linear_cross_entropy_backward(
-      grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text);
-  const auto [want_input, want_weight, want_bias] = output_mask;
-  const int64_t classes = weight.size(0), features = weight.size(1);
-  const ReferenceTerms terms(input, weight, bias, target, class_weight, options);
-  const Tensor ignored = terms.counted.logical_not();
-  const Tensor target_grad = (grad * terms.target_weight).masked_fill(ignored, 0);
-  const Tensor even =
-      terms.even > 0 ? (grad * terms.even).masked_fill(ignored, 0) : at::zeros_like(grad);
-  const Tensor largest = normalizer.select(0, 0).unsqueeze(1),
-               log_sum = normalizer.select(0, 1).unsqueeze(1);
-  // Without smoothing the class weights of all classes are not used, because an infinite one times
-  // 0 would be NaN.
-  Tensor scale =
-      (terms.even > 0 ? target_grad + even * terms.class_weight.sum() : target_grad).unsqueeze(1);
-  if (options.z_loss != 0) {
-    scale = scale +
-        (grad * terms.z_weight).masked_fill(ignored, 0).unsqueeze(1) * 2 * (largest + log_sum);
-  }
-  Tensor grad_input = at::zeros({want_input ? input.size(0) : 0, features}, terms.query.options());
-  const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
-  const Tensor grad_bias = at::empty({want_bias ? classes : 0}, input.options());
-  for (int64_t begin = 0; begin < classes; begin += kReferenceBlock) {
-    const int64_t size = std::min(kReferenceBlock, classes - begin);
-    const Tensor logits = terms.logits(terms.products(weight, begin, size), begin);
-    Tensor slope = scale * ((logits - largest) - log_sum).exp();
-    if (terms.even > 0) {
-      slope = slope - even.unsqueeze(1) * terms.class_weight.narrow(0, begin, size);
-    }
-    const Tensor here = target.ge(begin).logical_and(target.lt(begin + size));
-    slope.scatter_add_(1, (target - begin).clamp(0, size - 1).unsqueeze(1),
-                       target_grad.neg().masked_fill(here.logical_not(), 0).unsqueeze(1));
-    if (transforms(options)) {
-      slope = (slope * transform_derivative(logits, options)).masked_fill(ignored.unsqueeze(1), 0);
-    }
-    if (want_input) {
-      grad_input =
-          grad_input + at::mm(slope, weight.narrow(0, begin, size).to(slope.scalar_type()));
-    }
-    if (want_weight) {
-      grad_weight.narrow(0, begin, size).copy_(at::mm(slope.t(), terms.query));
-    }
-    if (want_bias) {
-      grad_bias.narrow(0, begin, size).copy_(slope.sum(0));
-    }
-  }
-  return {grad_input.to(input.scalar_type()), grad_weight, grad_bias};
-}
-
 CrossEntropyWithGradients linear_cross_entropy_with_gradients_composite(
     const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
     const Tensor& target, const OptionalTensor& class_weight, std::string_view text,
@@ -586,24 +420,11 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("linear_cross_entropy_with_gradients", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+XSOFTMAX_AUTOCAST(m) {
   m.impl("linear_cross_entropy", linear_cross_entropy_autocast);
-  m.impl("linear_cross_entropy_forward",
-         torch::CppFunction::makeFromBoxedFunction<below_autocast>());
-  m.impl("linear_cross_entropy_backward",
-         torch::CppFunction::makeFromBoxedFunction<below_autocast>());
-  m.impl("linear_cross_entropy_with_gradients",
-         torch::CppFunction::makeFromBoxedFunction<below_autocast>());
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
-  m.impl("linear_cross_entropy", linear_cross_entropy_autocast);
-  m.impl("linear_cross_entropy_forward",
-         torch::CppFunction::makeFromBoxedFunction<below_autocast>());
-  m.impl("linear_cross_entropy_backward",
-         torch::CppFunction::makeFromBoxedFunction<below_autocast>());
-  m.impl("linear_cross_entropy_with_gradients",
-         torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  below_autocast(m,
+                 {"linear_cross_entropy_forward", "linear_cross_entropy_backward",
+                  "linear_cross_entropy_with_gradients"});
 }
 
 } // namespace xsoftmax

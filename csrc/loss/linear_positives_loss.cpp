@@ -9,13 +9,13 @@
 #include "op/shape_checks.h"
 #include "op/slices.h"
 #include "estimator/logit_transform.h"
+#include "loss/linear_backward.h"
 #include "loss/reduction.h"
 #include "loss/several_positives.h"
 #include "op/find_op.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/logsumexp.h>
@@ -112,6 +112,34 @@ struct QueryBlock {
   }
 };
 
+// How much gradient a block of queries moves from its positives to the other classes.
+struct GradientMass {
+  Tensor moved;   // [q, T] or [q, 1], from each positive
+  Tensor total;   // [q, 1], to the other classes
+  Tensor still;   // [q, 1] bool: the query has no gradient
+  Tensor unmoved; // [q, 1] bool: the other classes have no gradient
+
+  // share: the block's shares. of_query [q, 1]: the gradient of the losses.
+  GradientMass(const QueryBlock& block, const Tensor& share, const Tensor& of_query,
+               double z_loss) {
+    const Tensor nothing = share.eq(0).logical_or(of_query.eq(0));
+    // Share of the classes that are not positives.
+    const Tensor others = (block.normalizer - block.score).sigmoid();
+    moved = at::where(nothing, 0.0, of_query * share * others);
+    total = moved.sum(1, /*keepdim=*/true);
+    still = total.eq(0);
+    unmoved = still;
+    if (z_loss != 0) {
+      const Tensor pull =
+          of_query * share * at::logaddexp(block.normalizer, block.score) * (2 * z_loss);
+      total = total + at::where(nothing, 0.0, pull * others).sum(1, /*keepdim=*/true);
+      moved = moved - at::where(nothing, 0.0, pull * (1 - others));
+      still = nothing.all(1, /*keepdim=*/true);
+      unmoved = total.eq(0);
+    }
+  }
+};
+
 // Calls task(begin, size) over blocks of queries.
 template <typename Task>
 void for_each_block(const Tensor& input, const Tensor& weight, const Task& task) {
@@ -159,39 +187,27 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
     const Tensor rows = input.narrow(0, begin, size), share = shares.narrow(0, begin, size);
     QueryBlock block(rows, weight, bias, positives.narrow(0, begin, size), options,
                      /*wants_derivative=*/true);
-    const Tensor of_query = grad.narrow(0, begin, size).to(shares.scalar_type()).unsqueeze(1),
-                 nothing = share.eq(0).logical_or(of_query.eq(0));
-    // Share of the classes that are not positives.
-    const Tensor others = (block.normalizer - block.score).sigmoid();
-    // Gradient mass that moves from the positives to the other classes.
-    Tensor moved = at::where(nothing, 0.0, of_query * share * others);
-    Tensor total = moved.sum(1, /*keepdim=*/true), still = total.eq(0), unmoved = still;
-    if (options.z_loss != 0) {
-      const Tensor pull =
-          of_query * share * at::logaddexp(block.normalizer, block.score) * (2 * options.z_loss);
-      total = total + at::where(nothing, 0.0, pull * others).sum(1, /*keepdim=*/true);
-      moved = moved - at::where(nothing, 0.0, pull * (1 - others));
-      still = nothing.all(1, /*keepdim=*/true);
-      unmoved = total.eq(0);
-    }
+    const Tensor of_query = grad.narrow(0, begin, size).to(shares.scalar_type()).unsqueeze(1);
+    const GradientMass mass(block, share, of_query, options.z_loss);
     // The gradient overwrites the logits; it is 0 for a query without a finite normaliser.
     Tensor& gradient = block.logits;
     for_slices(gradient, size, [&](int64_t first, int64_t count) {
       Tensor part = gradient.narrow(0, first, count);
       part.sub_(block.normalizer.narrow(0, first, count))
           .exp_()
-          .mul_(total.narrow(0, first, count))
-          .masked_fill_(unmoved.narrow(0, first, count), 0);
+          .mul_(mass.total.narrow(0, first, count))
+          .masked_fill_(mass.unmoved.narrow(0, first, count), 0);
     });
-    const Tensor of_positives = together ? moved * (block.each - block.score).exp() : moved;
+    const Tensor of_positives =
+        together ? mass.moved * (block.each - block.score).exp() : mass.moved;
     // Padding has the id of the first positive and must write the same value.
     gradient.scatter_(1, block.ids,
                       -at::where(block.counts, of_positives,
-                                 at::where(still, 0.0, of_positives.narrow(1, 0, 1))));
+                                 at::where(mass.still, 0.0, of_positives.narrow(1, 0, 1))));
     if (block.derivative.defined()) {
-      gradient.mul_(block.derivative.masked_fill_(still, 0));
+      gradient.mul_(block.derivative.masked_fill_(mass.still, 0));
     }
-    const Tensor counted = rows.masked_fill(still, 0); // an ignored query may hold NaN
+    const Tensor counted = rows.masked_fill(mass.still, 0); // an ignored query may hold NaN
     // The partial sums of the gradient of the queries, one per slice of classes.
     const Tensor parts = at::zeros({mask[0] ? kSlices : 0, size, input.size(1)}, accumulates);
     for_slices(gradient, weight.size(0), [&](int64_t first, int64_t count) {
@@ -245,11 +261,7 @@ PositivesGradients backward_meta(const Tensor& grad, const Tensor& input, const 
                                  std::array<bool, 3> mask) {
   check_arguments(input, weight, bias, positives, shares, text);
   check_grad(grad, input);
-  const c10::SymInt none(0);
-  return {
-      at::empty_symint({mask[0] ? input.sym_size(0) : none, input.sym_size(1)}, input.options()),
-      at::empty_symint({mask[1] ? weight.sym_size(0) : none, weight.sym_size(1)}, weight.options()),
-      at::empty_symint({mask[2] ? weight.sym_size(0) : none}, weight.options())};
+  return gradients_meta(input, weight, input.scalar_type(), mask);
 }
 
 Tensor call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -281,17 +293,11 @@ class PositivesCrossEntropy : public torch::autograd::Function<PositivesCrossEnt
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
-                                     saved[2].defined() && ctx->needs_input_grad(2)};
-    const auto [grad_input, grad_weight, grad_bias] =
+    const std::array<bool, 3> wanted = wanted_gradients(*ctx, saved[2].defined());
+    const PositivesGradients gradients =
         call_backward(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], saved[4],
                       ctx->saved_data["options"].toStringRef(), wanted);
-    return {wanted[0] ? grad_input : Tensor(),
-            wanted[1] ? grad_weight : Tensor(),
-            wanted[2] ? grad_bias : Tensor(),
-            Tensor(),
-            Tensor(),
-            Tensor()};
+    return as_grads(gradients, wanted, 6);
   }
 };
 
@@ -376,12 +382,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("positives_cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
-  m.impl("positives_cross_entropy", forward_autocast);
-  below_autocast(m, {"positives_cross_entropy_backward"});
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+XSOFTMAX_AUTOCAST(m) {
   m.impl("positives_cross_entropy", forward_autocast);
   below_autocast(m, {"positives_cross_entropy_backward"});
 }

@@ -2,31 +2,25 @@
 
 #include "op/operators.h"
 #include "op/shape_checks.h"
-#include "op/anomalies.h"
 #include "op/autocast.h"
 #include "op/checks.h"
 #include "cpu/dtypes.h"
 #include "op/options.h"
 #include "cpu/products.h"
 #include "estimator/logit_transform.h"
+#include "loss/linear_backward.h"
 #include "loss/softmax_rows.h"
 #include "op/find_op.h"
 
-#include <xsoftmax/ops.h>
-
 #include <ATen/TensorOperators.h>
-#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/linear.h>
-#include <ATen/ops/log_softmax.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -79,10 +73,7 @@ SoftmaxGradients backward_meta(const Tensor& grad_log_prob, const Tensor& grad_l
   check_linear_softmax_backward(
       input, weight, bias,
       {grad_log_prob, grad_log_normalizer, grad_entropy, ids, normalizer, entropy}, options);
-  const c10::SymInt none(0), classes = weight.sym_size(0), width = weight.sym_size(1);
-  return {at::empty_symint({mask[0] ? input.sym_size(0) : none, width}, input.options()),
-          at::empty_symint({mask[1] ? classes : none, width}, input.options()),
-          at::empty_symint({mask[2] ? classes : none}, input.options())};
+  return gradients_meta(input, weight, input.scalar_type(), mask);
 }
 
 class LinearSoftmax : public torch::autograd::Function<LinearSoftmax> {
@@ -103,17 +94,11 @@ class LinearSoftmax : public torch::autograd::Function<LinearSoftmax> {
                                                  torch::autograd::variable_list grads) {
     static const auto op = find_op<decltype(backward_any)>("xsoftmax::linear_softmax_backward");
     const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
-                                     saved[2].defined() && ctx->needs_input_grad(2)};
-    auto [grad_input, grad_weight, grad_bias] =
+    const std::array<bool, 3> wanted = wanted_gradients(*ctx, saved[2].defined());
+    const SoftmaxGradients gradients =
         op.call(grads[0], grads[1], grads[2], saved[0], saved[1], optional(saved[2]), saved[3],
                 saved[4], saved[5], ctx->saved_data["options"].toStringRef(), wanted);
-    return {wanted[0] ? grad_input : Tensor(),
-            wanted[1] ? grad_weight : Tensor(),
-            wanted[2] ? grad_bias : Tensor(),
-            Tensor(),
-            Tensor(),
-            Tensor()};
+    return as_grads(gradients, wanted, 6);
   }
 };
 
@@ -146,44 +131,6 @@ std::tuple<Tensor, Tensor, Tensor> softmax_autocast(const Tensor& input, const T
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const CastOperands cast(input, weight, bias);
   return call_softmax(cast.input, cast.weight, cast.bias, ids, entropy, options);
-}
-
-// Returns F.linear of 16-bit operands with float32 accumulation, without a float32 copy of the
-// table.
-Tensor wide_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  constexpr int64_t kRows = 4096;
-  const auto dtype = opmath_dtype(input.scalar_type());
-  const Tensor queries = input.unsqueeze(0).flatten(0, -2);
-  const int64_t classes = weight.size(0);
-  const Tensor scores = at::empty({queries.size(0), classes}, input.options().dtype(dtype));
-  for (int64_t begin = 0; begin < classes; begin += kRows) {
-    const int64_t size = std::min(kRows, classes - begin);
-    scores.narrow(1, begin, size)
-        .copy_(wide_product(queries, weight.narrow(0, begin, size).t(), dtype));
-  }
-  if (given(bias)) {
-    scores.add_(*bias);
-  }
-  c10::DimVector shape(input.sizes().begin(), input.sizes().end());
-  shape.back() = classes;
-  return scores.view(shape);
-}
-
-Tensor scores_of_all(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  constexpr const char* op = "linear_scores";
-  check::strided(op, "input", input);
-  TORCH_CHECK_VALUE(input.dim() >= 1, op,
-                    ": expected input of shape [*, D], got a tensor without dimensions");
-  check::linear(op, input.unsqueeze(0).flatten(0, -2), weight, bias);
-  const auto dtype = opmath_dtype(input.scalar_type());
-  const bool differentiates = at::GradMode::is_enabled() &&
-      (input.requires_grad() || weight.requires_grad() || (given(bias) && bias->requires_grad()));
-  if (dtype == input.scalar_type() || differentiates || at::isTensorSubclassLike(input) ||
-      at::isTensorSubclassLike(weight)) {
-    return at::linear(input.to(dtype), weight.to(dtype),
-                      given(bias) ? OptionalTensor(bias->to(dtype)) : bias);
-  }
-  return wide_scores(input, weight, bias);
 }
 
 // Returns the number of classes per block in the composites, for 64 MB of logits.
@@ -355,90 +302,7 @@ SoftmaxGradients linear_softmax_backward_reference(const Tensor& input, const Te
   return {grad_input.to(input.scalar_type()), grad_weight, grad_bias};
 }
 
-namespace {
-
-void check_ids(const char* op, const Tensor& input, const Tensor& weight, const Tensor& ids) {
-  check::int64(op, "ids", ids);
-  const c10::SymIntArrayRef queries = input.sym_sizes().slice(0, input.dim() - 1);
-  const bool several =
-      ids.dim() == input.dim() && ids.sym_sizes().slice(0, queries.size()) == queries;
-  TORCH_CHECK_VALUE(
-      several || ids.sym_sizes() == queries, op, ": expected ids of shape ", queries,
-      ", input's without its last dimension, or with a number of ids in its place, got ",
-      ids.sym_sizes());
-  if (check::can_read(ids)) {
-    check::class_ids(op, "ids", ids, weight.size(0));
-  }
-}
-
-Tensor as_queries(const char* op, const Tensor& input, const Tensor& weight) {
-  check::given_tensors(op, {{"input", &input}, {"weight", &weight}});
-  check::dim(op, "weight", weight, 2);
-  TORCH_CHECK_VALUE(input.dim() >= 1 && input.sym_size(-1) == weight.sym_size(1), op,
-                    ": expected input of shape [*, ", weight.sym_size(1), "], got ",
-                    input.sym_sizes());
-  return input.unsqueeze(0).flatten(0, -2);
-}
-
-} // namespace
-
-Tensor linear_log_prob(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       const OptionalTensor& ids, const LogitOptions& options) {
-  constexpr const char* op = "linear_log_prob";
-  const Tensor queries = as_queries(op, input, weight);
-  check_logits(op, options);
-  check::finite_queries(op, "input", input);
-  if (!given(ids)) {
-    return at::log_softmax(transform_logits(linear_scores(input, weight, bias), options), -1);
-  }
-  check_ids(op, input, weight, *ids);
-  const c10::SymInt each = ids->dim() == input.dim() ? ids->sym_size(-1) : c10::SymInt(1);
-  const Tensor rows = ids->reshape_symint({queries.sym_size(0), each});
-  return std::get<0>(linear_softmax(queries, weight, bias, rows, false, options))
-      .reshape_symint(ids->sym_sizes());
-}
-
-Tensor linear_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                      const LogitOptions& options) {
-  constexpr const char* op = "linear_entropy";
-  const Tensor queries = as_queries(op, input, weight);
-  check::finite_queries(op, "input", input);
-  const Tensor none =
-      at::empty_symint({queries.sym_size(0), c10::SymInt(0)}, input.options().dtype(at::kLong));
-  return std::get<2>(linear_softmax(queries, weight, bias, none, true, options))
-      .reshape_symint(input.sym_sizes().slice(0, input.dim() - 1));
-}
-
-Tensor linear_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  constexpr const char* op = "linear_scores";
-  check::given_tensors(op, {{"input", &input}, {"weight", &weight}});
-  check::finite_queries(op, "input", input);
-  const auto device = input.device().type();
-  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) {
-    return scores_of_all(input, weight, bias);
-  }
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const CastOperands cast(input, weight, bias);
-  return scores_of_all(cast.input, cast.weight, cast.bias);
-}
-
 XSOFTMAX_OPERATORS(m) {
-  m.def("linear_scores(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", linear_scores);
-  m.def(
-      "linear_entropy(Tensor input, Tensor weight, Tensor? bias=None, str options=\"\") -> Tensor",
-      [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-         std::string_view text) {
-        return linear_entropy(input, weight, bias,
-                              parse_options<LogitOptions>("linear_entropy", text));
-      });
-  m.def(
-      "linear_log_prob(Tensor input, Tensor weight, Tensor? bias=None, Tensor? ids=None, "
-      "str options=\"\") -> Tensor",
-      [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-         const OptionalTensor& ids, std::string_view text) {
-        return linear_log_prob(input, weight, bias, ids,
-                               parse_options<LogitOptions>("linear_log_prob", text));
-      });
   m.def(
       "linear_softmax(Tensor input, Tensor weight, Tensor? bias, Tensor ids, bool entropy=False, "
       "str options=\"\") -> "
@@ -471,12 +335,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("linear_softmax_backward", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
-  m.impl("linear_softmax", softmax_autocast);
-  below_autocast(m, {"linear_softmax_forward", "linear_softmax_backward"});
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+XSOFTMAX_AUTOCAST(m) {
   m.impl("linear_softmax", softmax_autocast);
   below_autocast(m, {"linear_softmax_forward", "linear_softmax_backward"});
 }

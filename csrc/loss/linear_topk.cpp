@@ -132,7 +132,6 @@ TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
 }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("linear_topk", linear_topk_meta); }
 TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) { m.impl("linear_topk", linear_topk_autograd); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { m.impl("linear_topk", linear_topk_autocast); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { m.impl("linear_topk", linear_topk_autocast); }
+XSOFTMAX_AUTOCAST(m) { m.impl("linear_topk", linear_topk_autocast); }
 
 } // namespace xsoftmax

@@ -19,19 +19,12 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/expm1.h>
-#include <ATen/ops/log1p.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/ones_like.h>
-#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
-
-#include <cmath>
 
 namespace xsoftmax {
 namespace {
@@ -227,21 +220,6 @@ Tensor weighted_autograd(const Tensor& query, const Tensor& target_vector, const
                                   candidates, distinct, factor, options);
 }
 
-Tensor known_ids_cpu(const Tensor& ids, int64_t num_ids, std::string owner, std::string argument,
-                     bool has_num_items) {
-  check::int64(owner.c_str(), argument.c_str(), ids);
-  if (num_ids > 0) {
-    try {
-      check::class_ids(owner.c_str(), argument.c_str(), ids, num_ids);
-    } catch (const c10::IndexError& error) {
-      TORCH_CHECK_INDEX(false, error.what_without_backtrace(), ": make the loss with ",
-                        has_num_items ? "num_items=None" : "counts=StreamingCounts(None)",
-                        " for ids of any size, or call resize_classes(num_items)");
-    }
-  }
-  return ids.clone();
-}
-
 // Concatenates the vectors of the sets of one kind in column order. Casts them, because the dtypes
 // of towers and memory may differ.
 OptionalTensor joined_vectors(const Proposal& sets, at::TensorList vectors, int64_t dim,
@@ -400,64 +378,6 @@ TowerState tower_loss_forward_reference(const TowerArguments& arguments, const T
   return result;
 }
 
-Tensor known_ids(const Tensor& ids, int64_t num_ids, std::string owner, std::string argument,
-                 bool has_num_items) {
-  check::int64(owner.c_str(), argument.c_str(), ids);
-  return ids.clone();
-}
-
-Tensor first_occurrences(const Tensor& ids) {
-  constexpr const char* op = "first_occurrences";
-  TORCH_CHECK_VALUE(ids.dim() >= 1, op, ": expected ids with at least 1 dimension, got none");
-  check::int64(op, "ids", ids);
-  if (ids.sym_size(-1) == 0) {
-    return ids.to(at::kBool);
-  }
-  const auto [ordered, order] = ids.sort(/*stable=*/true, /*dim=*/-1, /*descending=*/false);
-  const c10::SymInt others = ids.sym_size(-1) - 1;
-  const Tensor changes =
-      ordered.narrow_symint(-1, 1, others).ne(ordered.narrow_symint(-1, 0, others));
-  const Tensor first = at::cat({at::ones_like(ordered.narrow(-1, 0, 1), at::kBool), changes}, -1);
-  return at::empty_like(first).scatter(-1, order, first);
-}
-
-Tensor listed(const Tensor& ids, const Tensor& lists) {
-  constexpr const char* op = "listed";
-  check::int64(op, "ids", ids);
-  check::int64(op, "lists", lists);
-  check::dim(op, "lists", lists, 2);
-  TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() == 2 && ids.sym_size(0) == lists.sym_size(0)), op,
-                    ": expected ids of shape [M], or [", lists.sym_size(0),
-                    ", M], a row for each list, got ", ids.sym_sizes());
-  check::same_device(op, "lists", lists, "ids", ids);
-  const Tensor asked = ids.dim() == 2
-      ? ids.contiguous()
-      : ids.expand_symint({lists.sym_size(0), ids.sym_size(0)}).contiguous();
-  if (lists.sym_size(1) == 0) {
-    return at::zeros_like(asked, at::kBool);
-  }
-  const Tensor ordered = std::get<0>(lists.sort(1));
-  return ordered.gather(1, at::searchsorted(ordered, asked).clamp_max(lists.sym_size(1) - 1))
-      .eq(asked);
-}
-
-Tensor inclusion_log_count(const Tensor& log_prob, const Tensor& draws, int64_t uniform_draws,
-                           int64_t num_ids) {
-  constexpr const char* op = "inclusion_log_count";
-  check::floating(op, "log_prob", log_prob);
-  check::dim(op, "draws", draws, 0);
-  check::same_device(op, "draws", draws, "log_prob", log_prob);
-  TORCH_CHECK_VALUE(uniform_draws >= 0 && (uniform_draws == 0 || num_ids >= 1), op,
-                    ": expected uniform_draws of at least 0, and num_ids of at least 1 beside "
-                    "some, got ",
-                    uniform_draws, " and ", num_ids);
-  const double uniform =
-      uniform_draws == 0 ? 0 : double(uniform_draws) * std::log1p(-1.0 / double(num_ids));
-  const Tensor number = draws.to(at::kDouble),
-               missed = at::log1p(-log_prob.to(at::kDouble).exp().clamp_max(1));
-  return (-at::expm1(at::where(number.gt(0), number * missed, 0.0) + uniform)).log().to(at::kFloat);
-}
-
 XSOFTMAX_OPERATORS(m) {
   const std::string arguments =
       "Tensor query, Tensor target_vector, Tensor target, Tensor? vectors, Tensor? "
@@ -476,30 +396,15 @@ XSOFTMAX_OPERATORS(m) {
          "(Tensor loss, Tensor grad_query, Tensor grad_target_vector, Tensor grad_vectors, Tensor "
          "grad_private_vectors)")
             .c_str());
-  m.def(
-      "known_ids(Tensor ids, int num_ids, str owner, str argument, bool has_num_items=True) -> "
-      "Tensor");
-  m.def("first_occurrences(Tensor ids) -> Tensor", first_occurrences);
-  m.def("listed(Tensor ids, Tensor lists) -> Tensor", listed);
-  m.def(
-      "inclusion_log_count(Tensor log_prob, Tensor draws, int uniform_draws, int num_ids) -> "
-      "Tensor",
-      inclusion_log_count);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("tower_losses", losses_any);
   m.impl("weighted_tower_loss", weighted_any);
   m.impl("tower_loss_forward", forward_any);
-  m.impl("known_ids", known_ids);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("known_ids", known_ids_cpu); }
-
-TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
-  m.impl("tower_loss_forward", forward_meta);
-  m.impl("known_ids", known_ids);
-}
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("tower_loss_forward", forward_meta); }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("tower_losses", losses_autograd);
@@ -508,10 +413,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 }
 
 // Autocast is not applied: the towers already return its dtypes, and the products here are few.
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
-  below_autocast(m, {"tower_losses", "weighted_tower_loss", "tower_loss_forward"});
-}
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+XSOFTMAX_AUTOCAST(m) {
   below_autocast(m, {"tower_losses", "weighted_tower_loss", "tower_loss_forward"});
 }
 

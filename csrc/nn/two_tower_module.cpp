@@ -1,6 +1,8 @@
 #include "op/optional.h"
 #include "op/options.h"
 #include "loss/two_tower_loss.h"
+#include "loss/two_tower_memory.h"
+#include "loss/two_tower_topk.h"
 #include "proposal/modules.h"
 
 #include <xsoftmax/nn.h>

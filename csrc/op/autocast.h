@@ -19,7 +19,7 @@ inline void below_autocast(const c10::OperatorHandle& op, torch::jit::Stack* sta
   op.callBoxed(stack);
 }
 
-/// Registers below_autocast for several ops, in a TORCH_LIBRARY_IMPL block of an autocast key.
+/// Registers below_autocast for several ops, in a block that registers autocast kernels.
 inline void below_autocast(torch::Library& library, std::initializer_list<const char*> ops) {
   for (const char* op : ops) {
     library.impl(op, torch::CppFunction::makeFromBoxedFunction<below_autocast>());
@@ -43,3 +43,10 @@ struct CastOperands {
 };
 
 } // namespace xsoftmax
+
+/// Opens a block that registers autocast kernels in `m`, for the CPU and for CUDA.
+#define XSOFTMAX_AUTOCAST(m)                                                          \
+  static void register_autocast(torch::Library& m);                                   \
+  TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, library) { register_autocast(library); }  \
+  TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, library) { register_autocast(library); } \
+  void register_autocast(torch::Library& m)

@@ -3,6 +3,7 @@
 #include "op/options.h"
 #include "table/updates/deferred_flushes.h"
 #include "optim/mapped_state.h"
+#include "optim/optimizer_options.h"
 #include "table/updates/row_states.h"
 #include "optim/row_step.h"
 #include "table/updates/pending_updates.h"
@@ -13,7 +14,6 @@
 #include <xsoftmax/optim.h>
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <type_traits>
 
@@ -97,10 +97,36 @@ bool keeps_rows(const RowParamState& state) {
   return state.tensors.at("step").scalar_type() == at::kLong;
 }
 
-// Advice in errors about the archive of another optimizer.
-constexpr const char* kOtherArchive =
-    "Load what the same class of this library saved, or begin with fresh state (in Python, "
-    "xs.optim takes checkpoints of torch.optim)";
+using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+
+// Returns the learning rates of the groups, or nothing if all of them are numbers.
+LearningRates learning_rates(const RowRule& rule, const ParamGroups& groups) {
+  std::vector<Tensor> rates;
+  bool any_tensor = false;
+  for (const auto& group : groups) {
+    rates.push_back(rule.lr(group.options()));
+    any_tensor |= rates.back().defined();
+  }
+  if (!any_tensor) {
+    return {};
+  }
+  for (size_t i = 0; i < rates.size(); ++i) {
+    rates[i] = rates[i].defined() ? rates[i]
+                                  : at::scalar_tensor(groups[i].options().get_lr(), at::kDouble);
+  }
+  return rates;
+}
+
+// Writes the loaded learning rates into the tensors of the groups before, in place, because a
+// captured step reads them.
+void keep_rate_tensors(const RowRule& rule, const ParamGroups& before, ParamGroups& loaded) {
+  for (size_t i = 0; i < before.size(); ++i) {
+    if (const Tensor lr = rule.lr(before[i].options()); lr.defined()) {
+      lr.fill_(loaded[i].options().get_lr());
+      rule.set_lr(loaded[i].options(), lr);
+    }
+  }
+}
 
 // Checks a parameter's loaded state as its next step would, and for a table in a file also that the
 // state fits into the file of its state.
@@ -147,113 +173,7 @@ void check_loaded(const RowRule& rule, const Tensor& param, const std::string& t
   }
 }
 
-void at_least_zero(const char* name, const char* option, double value) {
-  TORCH_CHECK_VALUE(value >= 0, name, ": expected ", option, " of at least 0, got ", value);
-}
-
-void check_rates(const char* name, double lr, double weight_decay) {
-  TORCH_CHECK_VALUE(lr >= 0 && std::isfinite(lr), name,
-                    ": expected lr as a finite number of at least 0, got ", lr);
-  at_least_zero(name, "weight_decay", weight_decay);
-}
-
-void check_state_dtype(const char* name, std::optional<at::ScalarType> dtype) {
-  TORCH_CHECK_VALUE(!dtype.has_value() || *dtype == at::kFloat || *dtype == at::kBFloat16, name,
-                    ": expected state_dtype float32 or bfloat16, got ", *dtype);
-}
-
-double number_of(const Tensor& lr, double number) {
-  return lr.defined() ? lr.item().toDouble() : number;
-}
-
-// Sets the learning rate in place, because a captured step reads the tensor.
-void set_number(const Tensor& lr, double& number, double value) {
-  if (lr.defined()) {
-    const torch::NoGradGuard no_grad;
-    lr.fill_(value);
-  }
-  number = value;
-}
-
-template <typename Options>
-void read_options(const char* name, Options& options, InputArchive& archive) {
-  c10::IValue text;
-  TORCH_CHECK_VALUE(archive.try_read("options", text) && text.isString(), name,
-                    ": expected the archive of a ", name, ", got the options ", archive.keys(),
-                    " of another optimizer, such as torch::optim's. ", kOtherArchive);
-  options = parse_options<Options>(name, text.toStringRef());
-  options.check();
-}
-
-template <typename Options>
-void write_options(const Options& options, OutputArchive& archive) {
-  Options saved = options;
-  archive.write("options", c10::IValue(print_options(saved.lr(options.get_lr()))));
-}
-
 } // namespace
-
-void RowSGDOptions::check() const {
-  check_rates("RowSGD", lr(), weight_decay());
-  check_state_dtype("RowSGD", state_dtype());
-  at_least_zero("RowSGD", "momentum", momentum());
-  TORCH_CHECK_VALUE(!nesterov() || (momentum() > 0 && dampening() == 0),
-                    "RowSGD: expected a momentum and no dampening for nesterov, got momentum ",
-                    momentum(), " and dampening ", dampening());
-}
-
-void RowAdagradOptions::check() const {
-  check_rates("RowAdagrad", lr(), weight_decay());
-  check_state_dtype("RowAdagrad", state_dtype());
-  at_least_zero("RowAdagrad", "lr_decay", lr_decay());
-  at_least_zero("RowAdagrad", "initial_accumulator_value", initial_accumulator_value());
-  at_least_zero("RowAdagrad", "eps", eps());
-}
-
-void RowAdamOptions::check() const {
-  check_rates("RowAdam", lr(), weight_decay());
-  check_state_dtype("RowAdam", state_dtype());
-  at_least_zero("RowAdam", "eps", eps());
-  const auto [beta1, beta2] = betas();
-  TORCH_CHECK_VALUE(beta1 >= 0 && beta1 < 1, "RowAdam: expected betas[0] in [0, 1), got ", beta1);
-  TORCH_CHECK_VALUE(beta2 >= 0 && beta2 < 1, "RowAdam: expected betas[1] in [0, 1), got ", beta2);
-  TORCH_CHECK_VALUE(beta1 == 0 || beta1 * beta1 < beta2,
-                    "RowAdam: expected betas[0]^2 < betas[1], got ", beta1, " and ", beta2);
-}
-
-double RowSGDOptions::get_lr() const { return number_of(lr_tensor(), lr()); }
-double RowAdagradOptions::get_lr() const { return number_of(lr_tensor(), lr()); }
-double RowAdamOptions::get_lr() const { return number_of(lr_tensor(), lr()); }
-void RowSGDOptions::set_lr(const double value) { set_number(lr_tensor(), lr(), value); }
-void RowAdagradOptions::set_lr(const double value) { set_number(lr_tensor(), lr(), value); }
-void RowAdamOptions::set_lr(const double value) { set_number(lr_tensor(), lr(), value); }
-
-void RowSGDOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
-void RowSGDOptions::serialize(InputArchive& archive) { read_options("RowSGD", *this, archive); }
-void RowAdagradOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
-void RowAdagradOptions::serialize(InputArchive& archive) {
-  read_options("RowAdagrad", *this, archive);
-}
-void RowAdamOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
-void RowAdamOptions::serialize(InputArchive& archive) { read_options("RowAdam", *this, archive); }
-
-void RowParamState::serialize(OutputArchive& archive) const {
-  for (const auto& [name, tensor] : tensors) {
-    archive.write(name, tensor, /*is_buffer=*/true);
-  }
-}
-
-void RowParamState::serialize(InputArchive& archive) {
-  for (const std::string& name : archive.keys()) {
-    c10::IValue value;
-    archive.read(name, value);
-    TORCH_CHECK_VALUE(
-        value.isTensor(), "load: expected the state of a row optimizer, all of it tensors, got a ",
-        value.tagKind(), " as ", name,
-        ", which is that of another optimizer, such as torch::optim's. ", kOtherArchive);
-    archive.read(name, tensors[name], /*is_buffer=*/true);
-  }
-}
 
 RowOptimizer::RowOptimizer(const RowRule& rule,
                            const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
@@ -301,8 +221,6 @@ Tensor RowOptimizer::step(LossClosure closure) {
   c10::List<std::optional<Tensor>> rows;
   c10::List<std::string> options;
   std::vector<int64_t> counts;
-  std::vector<Tensor> rates;
-  bool any_tensor = false;
   // Added to state_ once the step has passed all checks.
   std::vector<std::pair<void*, std::unique_ptr<RowParamState>>> fresh;
   const auto make_state =
@@ -311,8 +229,6 @@ Tensor RowOptimizer::step(LossClosure closure) {
     const std::string text = rule_.text(group.options());
     options.push_back(text);
     counts.push_back(0);
-    rates.push_back(rule_.lr(group.options()));
-    any_tensor |= rates.back().defined();
     for (const Tensor& param : group.params()) {
       if (!param.grad().defined()) {
         continue;
@@ -340,16 +256,8 @@ Tensor RowOptimizer::step(LossClosure closure) {
       state.insert(state.end(), tensors.begin(), tensors.end());
     }
   }
-  LearningRates lrs;
-  if (any_tensor) {
-    for (size_t i = 0; i < rates.size(); ++i) {
-      rates[i] = rates[i].defined()
-          ? rates[i]
-          : at::scalar_tensor(param_groups_[i].options().get_lr(), at::kDouble);
-    }
-    lrs = std::move(rates);
-  }
-  rule_.find<RowStep>("_step_").call(params, rows, values, state, options, counts, lrs);
+  rule_.find<RowStep>("_step_").call(params, rows, values, state, options, counts,
+                                     learning_rates(rule_, param_groups_));
   for (auto& [param, made] : fresh) {
     state_[param] = std::move(made);
   }
@@ -445,14 +353,7 @@ void RowOptimizer::load(InputArchive& archive) {
   for (const auto& [param, state] : replaced) {
     forget_pending(tensors_of(rule_, *state));
   }
-  // A captured step reads the learning rate tensor, which therefore takes the loaded value in
-  // place.
-  for (size_t i = 0; i < groups.size(); ++i) {
-    if (const Tensor lr = rule_.lr(groups[i].options()); lr.defined()) {
-      lr.fill_(param_groups_[i].options().get_lr());
-      rule_.set_lr(param_groups_[i].options(), lr);
-    }
-  }
+  keep_rate_tensors(rule_, groups, param_groups_);
   const auto register_pending =
       find_op<void(const Tensor&, at::TensorList, std::string_view)>("xsoftmax::register_pending");
   for_loaded([&](const Tensor& param, const AnyOptions& options, RowParamState& state) {

@@ -245,9 +245,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     if (!team_any(any)) {
       continue;
     }
-    auto of_row = rule.template begin<false>(row, old);
-    if constexpr (Rule::kOneSum) {
-      M squares = 0;
+    // Calls visit(k, column) for the packs of the row that this thread holds.
+    const auto for_packs = [&](const auto& visit) {
       for (int64_t from = 0; from == 0 || (kPieces && from < g.width); from += piece) {
         if constexpr (kPieces) {
           gather(from);
@@ -256,24 +255,18 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
         for (int k = 0; k < K; ++k) {
           if (from + d + k * stride < g.width) {
-            squares += rule.squares(held[k], sum[k]);
+            visit(k, from + d + k * stride);
           }
         }
       }
+    };
+    auto of_row = rule.template begin<false>(row, old);
+    if constexpr (Rule::kOneSum) {
+      M squares = 0;
+      for_packs([&](int k, int64_t) { squares += rule.squares(held[k], sum[k]); });
       rule.with_squares(of_row, team_sum(squares) / M(g.width));
     }
-    for (int64_t from = 0; from == 0 || (kPieces && from < g.width); from += piece) {
-      if constexpr (kPieces) {
-        gather(from);
-        fetch(from + d);
-      }
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        if (from + d + k * stride < g.width) {
-          rule.update(of_row, held[k], row, from + d + k * stride, sum[k]);
-        }
-      }
-    }
+    for_packs([&](int k, int64_t column) { rule.update(of_row, held[k], row, column, sum[k]); });
     if (threadIdx.x == 0) {
       rule.finish(of_row, row);
     }

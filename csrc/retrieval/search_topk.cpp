@@ -1,6 +1,7 @@
 #include "retrieval/search_topk.h"
 
 #include "op/anomalies.h"
+#include "op/autocast.h"
 #include "op/checks.h"
 #include "cpu/dtypes.h"
 #include "op/long_work.h"
@@ -185,7 +186,6 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("search_budget", search_budget_meta);
 }
 TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) { m.impl("search_topk", search_topk_autograd); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { m.impl("search_topk", search_topk_autocast); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { m.impl("search_topk", search_topk_autocast); }
+XSOFTMAX_AUTOCAST(m) { m.impl("search_topk", search_topk_autocast); }
 
 } // namespace xsoftmax

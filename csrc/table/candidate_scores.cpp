@@ -7,6 +7,7 @@
 #include "op/optional.h"
 #include "table/row_tables.h"
 #include "op/shape_checks.h"
+#include "op/wanted_gradients.h"
 #include "table/row_gradient.h"
 #include "xsoftmax/ops.h"
 #include "op/find_op.h"
@@ -74,9 +75,7 @@ class CandidateScores : public torch::autograd::Function<CandidateScores> {
                                                  torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     const Tensor &input = saved[0], &weight = saved[1];
-    const std::array<bool, 3> wanted{
-        ctx->needs_input_grad(0), ctx->needs_input_grad(1),
-        ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
+    const auto wanted = wanted_gradients(*ctx, ctx->saved_data["has_bias"].toBool());
     const OptionalTensor private_ids = optional(saved[2]), shared_ids = optional(saved[3]);
     const bool sparse = is_row_sparse(ctx->saved_data["sparse_grad"].toOptional<bool>(),
                                       candidate_rows(private_ids, shared_ids), weight);
@@ -276,14 +275,9 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("candidate_scores_backward", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+XSOFTMAX_AUTOCAST(m) {
   m.impl("candidate_scores", candidate_scores_autocast);
-  m.impl("candidate_scores_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
-  m.impl("candidate_scores", candidate_scores_autocast);
-  m.impl("candidate_scores_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  below_autocast(m, {"candidate_scores_backward"});
 }
 
 } // namespace xsoftmax

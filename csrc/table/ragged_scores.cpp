@@ -8,6 +8,7 @@
 #include "op/optional.h"
 #include "table/row_tables.h"
 #include "op/shape_checks.h"
+#include "op/wanted_gradients.h"
 #include "table/row_gradient.h"
 #include "xsoftmax/ops.h"
 #include "op/find_op.h"
@@ -73,9 +74,7 @@ class RaggedScores : public torch::autograd::Function<RaggedScores> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted{
-        ctx->needs_input_grad(0), ctx->needs_input_grad(1),
-        ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
+    const auto wanted = wanted_gradients(*ctx, ctx->saved_data["has_bias"].toBool());
     const auto gradients = call_backward(grads[0], saved[0], saved[1], saved[2], saved[3], wanted);
     auto result = row_gradients_as_grads(gradients, saved[1], wanted,
                                          ctx->saved_data["sparse_grad"].toOptional<bool>());
@@ -195,14 +194,9 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("ragged_scores_backward", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+XSOFTMAX_AUTOCAST(m) {
   m.impl("ragged_scores", ragged_scores_autocast);
-  m.impl("ragged_scores_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
-  m.impl("ragged_scores", ragged_scores_autocast);
-  m.impl("ragged_scores_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  below_autocast(m, {"ragged_scores_backward"});
 }
 
 } // namespace xsoftmax

@@ -143,7 +143,6 @@ TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
 }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("beam_search", beam_search_meta); }
 TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) { m.impl("beam_search", beam_search_autograd); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { m.impl("beam_search", beam_search_autocast); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { m.impl("beam_search", beam_search_autocast); }
+XSOFTMAX_AUTOCAST(m) { m.impl("beam_search", beam_search_autocast); }
 
 } // namespace xsoftmax

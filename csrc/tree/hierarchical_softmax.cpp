@@ -447,13 +447,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("hierarchical_topk", topk_autograd);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
-  m.impl("hierarchical_softmax", loss_autocast);
-  m.impl("hierarchical_topk", topk_autocast);
-  below_autocast(m, {"hierarchical_softmax_forward", "hierarchical_softmax_backward"});
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+XSOFTMAX_AUTOCAST(m) {
   m.impl("hierarchical_softmax", loss_autocast);
   m.impl("hierarchical_topk", topk_autocast);
   below_autocast(m, {"hierarchical_softmax_forward", "hierarchical_softmax_backward"});

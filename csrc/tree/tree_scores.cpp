@@ -7,6 +7,7 @@
 #include "op/optional.h"
 #include "table/row_tables.h"
 #include "op/shape_checks.h"
+#include "op/wanted_gradients.h"
 #include "op/find_op.h"
 
 #include <ATen/TensorOperators.h>
@@ -75,9 +76,7 @@ class TreeScores : public torch::autograd::Function<TreeScores> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted{
-        ctx->needs_input_grad(0), ctx->needs_input_grad(1),
-        ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
+    const auto wanted = wanted_gradients(*ctx, ctx->saved_data["has_bias"].toBool());
     const auto gradients = call_backward(grads[0], saved[0], saved[1], saved[2], saved[3],
                                          ctx->saved_data["layer_sizes"].toIntVector(),
                                          ctx->saved_data["differences_only"].toBool(), wanted);
@@ -312,12 +311,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("tree_scores_backward", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
-  m.impl("tree_scores", tree_scores_autocast);
-  below_autocast(m, {"tree_scores_backward"});
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+XSOFTMAX_AUTOCAST(m) {
   m.impl("tree_scores", tree_scores_autocast);
   below_autocast(m, {"tree_scores_backward"});
 }

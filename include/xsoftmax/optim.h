@@ -45,7 +45,16 @@
 
 namespace xsoftmax::optim {
 
-struct RowSGDOptions : public torch::optim::OptimizerCloneableOptions<RowSGDOptions> {
+/// Base class of the options of the row optimizers.
+template <typename Options>
+struct RowOptimizerOptions : public torch::optim::OptimizerCloneableOptions<Options> {
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  double get_lr() const override;
+  void set_lr(const double value) override;
+};
+
+struct RowSGDOptions : public RowOptimizerOptions<RowSGDOptions> {
   RowSGDOptions(double lr = 1e-3) : lr_(lr) {}
   TORCH_ARG(double, lr) = 1e-3;
   TORCH_ARG(torch::Tensor, lr_tensor); ///< replaces lr, as described above
@@ -70,13 +79,9 @@ struct RowSGDOptions : public torch::optim::OptimizerCloneableOptions<RowSGDOpti
         v("state_dtype", state_dtype_);
   }
   void check() const; ///< Throws ValueError for options out of range.
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  double get_lr() const override;
-  void set_lr(const double value) override;
 };
 
-struct RowAdagradOptions : public torch::optim::OptimizerCloneableOptions<RowAdagradOptions> {
+struct RowAdagradOptions : public RowOptimizerOptions<RowAdagradOptions> {
   RowAdagradOptions(double lr = 1e-2) : lr_(lr) {}
   TORCH_ARG(double, lr) = 1e-2;
   TORCH_ARG(torch::Tensor, lr_tensor); ///< replaces lr, as described above
@@ -102,13 +107,9 @@ struct RowAdagradOptions : public torch::optim::OptimizerCloneableOptions<RowAda
         v("state_dtype", state_dtype_);
   }
   void check() const;
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  double get_lr() const override;
-  void set_lr(const double value) override;
 };
 
-struct RowAdamOptions : public torch::optim::OptimizerCloneableOptions<RowAdamOptions> {
+struct RowAdamOptions : public RowOptimizerOptions<RowAdamOptions> {
   RowAdamOptions(double lr = 1e-3) : lr_(lr) {}
   TORCH_ARG(double, lr) = 1e-3;
   TORCH_ARG(torch::Tensor, lr_tensor); ///< replaces lr, as described above
@@ -134,11 +135,11 @@ struct RowAdamOptions : public torch::optim::OptimizerCloneableOptions<RowAdamOp
         v("stochastic_rounding", stochastic_rounding_), v("state_dtype", state_dtype_);
   }
   void check() const;
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  double get_lr() const override;
-  void set_lr(const double value) override;
 };
+
+extern template struct RowOptimizerOptions<RowSGDOptions>;
+extern template struct RowOptimizerOptions<RowAdagradOptions>;
+extern template struct RowOptimizerOptions<RowAdamOptions>;
 
 /// The state of one parameter, with the names of the Python optimizers' state.
 struct RowParamState : public torch::optim::OptimizerCloneableParamState<RowParamState> {

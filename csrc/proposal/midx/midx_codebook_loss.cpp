@@ -85,7 +85,6 @@ XSOFTMAX_OPERATORS(m) {
       midx_codebook_loss);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_codebook_loss"}); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_codebook_loss"}); }
+XSOFTMAX_AUTOCAST(m) { below_autocast(m, {"midx_codebook_loss"}); }
 
 } // namespace xsoftmax

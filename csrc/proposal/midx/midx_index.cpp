@@ -1,5 +1,6 @@
 #include "proposal/midx/midx_index.h"
 
+#include "op/autocast.h"
 #include "op/checks.h"
 #include "cpu/memory.h"
 #include "op/operators.h"
@@ -319,12 +320,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("midx_cells", midx_cells_meta);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
-  AdaptiveFamily<MidxFamily>::under_autocast(m);
-  below_autocast(m, {"midx_encode", "midx_cells"});
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+XSOFTMAX_AUTOCAST(m) {
   AdaptiveFamily<MidxFamily>::under_autocast(m);
   below_autocast(m, {"midx_encode", "midx_cells"});
 }

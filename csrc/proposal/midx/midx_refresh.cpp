@@ -440,7 +440,6 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("midx_note_", check_midx_note);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_update_", "midx_note_"}); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_update_", "midx_note_"}); }
+XSOFTMAX_AUTOCAST(m) { below_autocast(m, {"midx_update_", "midx_note_"}); }
 
 } // namespace xsoftmax

@@ -1,5 +1,6 @@
 #include "proposal/study/kernel_sample.h"
 
+#include "op/autocast.h"
 #include "op/checks.h"
 #include "op/long_work.h"
 #include "op/operators.h"
@@ -323,7 +324,6 @@ TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
 }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { AdaptiveFamily<KernelFamily>::on_meta(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { AdaptiveFamily<KernelFamily>::on_cpu(m); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { AdaptiveFamily<KernelFamily>::under_autocast(m); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { AdaptiveFamily<KernelFamily>::under_autocast(m); }
+XSOFTMAX_AUTOCAST(m) { AdaptiveFamily<KernelFamily>::under_autocast(m); }
 
 } // namespace xsoftmax

@@ -1,5 +1,6 @@
 #include "proposal/study/lsh_sample.h"
 
+#include "op/autocast.h"
 #include "op/checks.h"
 #include "op/long_work.h"
 #include "op/operators.h"
@@ -201,7 +202,6 @@ TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
 }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { AdaptiveFamily<LshFamily>::on_meta(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { AdaptiveFamily<LshFamily>::on_cpu(m); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { AdaptiveFamily<LshFamily>::under_autocast(m); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { AdaptiveFamily<LshFamily>::under_autocast(m); }
+XSOFTMAX_AUTOCAST(m) { AdaptiveFamily<LshFamily>::under_autocast(m); }
 
 } // namespace xsoftmax
