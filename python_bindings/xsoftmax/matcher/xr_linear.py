@@ -5,7 +5,7 @@ import time
 import warnings
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TYPE_CHECKING, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -19,18 +19,11 @@ from .._core.options import option_text
 from .._core.ranks import digest, ranks_of
 from .._core.sparse import (csr_matrix, index_tensors, query_tensors, sparse_tensors, tensor_of)
 from ..trees.label_tree import LabelTree
-from .xr_linear_training import (Layers, Watch, checked_examples, checked_pairs, checked_relevance,
-                                 chosen_labels, dense_block, joined_chunks, layer_work,
-                                 mined_negatives, negative_schemes, united_lists)
-
-if TYPE_CHECKING:
-    import scipy.sparse
-
-Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
-Progress = Callable[[int, int, int, int], None]
+from .xr_linear_training import (Layers, Matrix, Progress, Watch, checked_examples, checked_pairs,
+                                 checked_relevance, chosen_labels, dense_block, joined_chunks,
+                                 layer_work, mined_negatives, negative_schemes, united_lists)
 
 _LOSSES = ("hinge", "logistic", "squared_hinge")
-_NEGATIVES = ("tfn", "man", "user")
 _FEW = 256  # predictions for at most this many queries are too fast to need interrupt checks
 
 

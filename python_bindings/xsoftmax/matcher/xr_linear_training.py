@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
 Progress = Callable[[int, int, int, int], None]
 
-_LOSSES = ("hinge", "logistic", "squared_hinge")
 _NEGATIVES = ("tfn", "man", "user")
-_FEW = 256  # predictions for at most this many queries are too fast to need interrupt checks
 
 
 class Layers:

@@ -15,9 +15,6 @@ from ..losses.two_tower import TwoTowerLoss
 from .advice import Advice
 from .advise_bench import Bench, plans_of
 
-# shared samples, and head classes, that are combined with few samples per query
-_WIDE, _HEAD = 512, 512
-
 
 def advise(loss: LinearLoss, input: Tensor, target: Tensor, seconds: float = 30.0, *,
            counts: Optional[Tensor] = None, samplers: Optional[Sequence[str]] = None,

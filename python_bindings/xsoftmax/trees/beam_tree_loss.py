@@ -61,17 +61,8 @@ class BeamTreeLoss(TreeLoss):
         bias, weight, reduction, ignore_index, sparse_grad: as in :class:`SampledSoftmaxLoss`.
         device, dtype: of the edges. The dtype is float32, float64, bfloat16 or float16.
 
-    The parameters are `edges.weight` [E, D] and, with ``bias=True``, `edges.bias` [E]. Edge e ends
-    in node e + 1 of the tree.
-
-    Shape:
-        - input: [*, D], in the dtype of the edges. The candidates of a non-finite query are
-          unspecified.
-        - target: int64 [*] in [0, N) or ignore_index. Multiple positives per query are not
-          supported.
-        - output: a scalar, or [*] with reduction="none"; float64 for float64 edges, else float32.
-          For an empty batch, or if all targets are ignored, "sum" returns 0 and "mean" returns
-          NaN, as in torch.
+    Parameters and shapes as :class:`HierarchicalSoftmaxLoss`. The candidates of a query that is not
+    finite are unspecified.
 
     Raises:
         ValueError: an option is out of range; beam is below num_candidates; routed=True with a tree
@@ -311,23 +302,10 @@ class BeamTreeLoss(TreeLoss):
 
     @torch.jit.export
     def scores(self, input: Tensor) -> Tensor:
-        """Computes the scores of all classes.
-
-        The result and the scores of all edges are in memory at once.
-
-        Args:
-            input: [*, D], in the dtype of the edges.
-
-        Returns:
-            [*, N]; float64 for float64 edges, else float32.
-
-        Raises:
-            ValueError: `input` does not have shape [*, D].
-            TypeError: `input` has another dtype than the edges.
-        """
-        scores = torch.ops.xsoftmax.linear_scores(self._table_queries(input, None),
-                                                  self.edges.weight, self.edges.bias)
-        return self._along_paths(scores, 1).reshape(list(input.shape[:-1]) + [self.num_classes])
+        """Computes the scores of all classes: input [*, D] -> [*, N]. Memory, dtypes and errors as
+        :meth:`HierarchicalSoftmaxLoss.log_prob`."""
+        return self._along_paths(self._edge_scores(input),
+                                 1).reshape(list(input.shape[:-1]) + [self.num_classes])
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:

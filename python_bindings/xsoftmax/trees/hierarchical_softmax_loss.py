@@ -112,10 +112,8 @@ class HierarchicalSoftmaxLoss(TreeLoss):
             ValueError: `input` does not have shape [*, D].
             TypeError: `input` has another dtype than the edges.
         """
-        edges = torch.ops.xsoftmax.linear_scores(self._table_queries(input, None),
-                                                 self.edges.weight, self.edges.bias)
-        log_prob = torch.ops.xsoftmax.hierarchical_log_prob(edges, self.tree.parent,
-                                                            self.tree.class_node,
+        log_prob = torch.ops.xsoftmax.hierarchical_log_prob(self._edge_scores(input),
+                                                            self.tree.parent, self.tree.class_node,
                                                             self.tree.layer_sizes)
         return log_prob.reshape(list(input.shape[:-1]) + [self.num_classes])
 

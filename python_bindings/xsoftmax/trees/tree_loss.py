@@ -38,6 +38,11 @@ class TreeLoss(TableModule):
         tables: List[Optional[Tensor]] = [self.edges.weight, self.edges.bias]
         return tables
 
+    def _edge_scores(self, input: Tensor) -> Tensor:
+        """Computes the scores of all edges: input [*, D] -> [Q, E]."""
+        return torch.ops.xsoftmax.linear_scores(self._table_queries(input, None), self.edges.weight,
+                                                self.edges.bias)
+
     def _other_table(self, state_dict: Dict[str, Any], prefix: str) -> List[str]:
         saved, rows = state_dict.get(prefix + "edges.weight"), self.edges.weight
         if not isinstance(saved, Tensor) or len(saved) == len(rows):
