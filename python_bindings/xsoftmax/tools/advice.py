@@ -77,8 +77,8 @@ class Advice:
             return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>"
                                     for cell in line) + "</tr>"
 
-        first, *others = self._table()
-        body = "".join(cells("td", line) for line in others)
+        first, *body_rows = self._table()
+        body = "".join(cells("td", line) for line in body_rows)
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
         return (f"<p>{html.escape(self._heading())}</p><table><thead>{cells('th', first)}</thead>"
                 f"<tbody>{body}</tbody></table>{notes}"

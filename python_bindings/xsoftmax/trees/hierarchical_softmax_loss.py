@@ -82,7 +82,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
             self._check_step()
         else:
             self.catch_up()
-        self._queries(input, self._given(input, target))
+        self._queries(input, self._check_tensors(input, target))
         return torch.ops.xsoftmax.hierarchical_softmax_loss(input, self.edges.weight,
                                                             self.edges.bias, target,
                                                             self.tree.tables(),
@@ -135,11 +135,11 @@ class HierarchicalSoftmaxLoss(TreeLoss):
         Raises:
             ValueError, TypeError, IndexError: as :meth:`LinearLoss.topk`
         """
-        k = self._best(k)
+        k = self._check_k(k)
         values, classes = torch.ops.xsoftmax.hierarchical_topk(
             self._table_queries(input, None), self.edges.weight, self.edges.bias,
-            self.tree.first_child, self.tree.node_class, self._with_excluded(k, input, exclude))
-        return self._without_excluded(values, classes, k, input, exclude)
+            self.tree.first_child, self.tree.node_class, self._add_excluded(k, input, exclude))
+        return self._drop_excluded(values, classes, k, input, exclude)
 
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:

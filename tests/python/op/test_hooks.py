@@ -125,12 +125,12 @@ def test_pending_updates_are_applied_after_a_capture(monkeypatch, make, later):
     capture.is_open = True
     del optimizer
     gc.collect()
-    assert torch.equal(table, before) and hooks.deferred
+    assert torch.equal(table, before) and hooks.deferred_work
     LATER[later]()  # still during the capture
-    assert torch.equal(table, before) and hooks.deferred
+    assert torch.equal(table, before) and hooks.deferred_work
     capture.is_open = False
     LATER[later]()
-    assert torch.equal(table, other) and not hooks.deferred
+    assert torch.equal(table, other) and not hooks.deferred_work
 
 
 def test_catch_up_during_a_capture_applies_pending_updates_once(monkeypatch):
@@ -144,4 +144,4 @@ def test_catch_up_during_a_capture_applies_pending_updates_once(monkeypatch):
     assert torch.equal(table, other)
     capture.is_open = False
     hooks.run_deferred()
-    assert torch.equal(table, other) and not hooks.deferred
+    assert torch.equal(table, other) and not hooks.deferred_work
