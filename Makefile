@@ -10,7 +10,8 @@
 #   make demo        trains a language model with sampled and with exact loss, then trains and
 #                    completes in C++ (10 minutes)
 #   make bench       benchmarks of speed, as tables (for those of quality see docs/experiments)
-#   make lint        format and style of C++ and Python, types, spelling; make format mends format
+#   make lint        format and style of C++ and Python, types, spelling, links; make format mends
+#                    format
 #   make sanitize    the C++ tests under AddressSanitizer and UBSan
 #   make wheel       dist/xsoftmax-*.whl for all Pythons, for the torch in .venv; make sdist
 #   make test-wheel  installs that wheel into a new environment and tests it there; make test-sdist

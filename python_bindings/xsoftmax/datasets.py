@@ -65,12 +65,12 @@ def read_examples(
                          f"beside {path}")
     if fspath(path) != "-":
         open_regular("read_examples", path).close()
-    with _plain_text(path) as plain:
+    with _open_text(path) as text_path:
         try:
             (offsets, features, values, label_offsets, ids, num_features,
-             num_labels) = torch.ops.xsoftmax.read_examples(plain)
+             num_labels) = torch.ops.xsoftmax.read_examples(text_path)
         except ValueError as error:  # the message names the plain file, which may be temporary
-            raise ValueError(str(error).replace(plain, fspath(path))) from None
+            raise ValueError(str(error).replace(text_path, fspath(path))) from None
     n = len(offsets) - 1
     return csr_matrix(offsets, features, values,
                       (n, num_features)), csr_matrix(label_offsets, ids, torch.ones(len(ids)),
@@ -78,7 +78,7 @@ def read_examples(
 
 
 @contextlib.contextmanager
-def _plain_text(path: PathName) -> Iterator[str]:
+def _open_text(path: PathName) -> Iterator[str]:
     """Yields the name of an uncompressed file with the text, which may be a temporary file."""
     name = fspath(path)
     if name != "-" and not name.endswith(".gz"):
@@ -88,15 +88,16 @@ def _plain_text(path: PathName) -> Iterator[str]:
         source: Any = sys.stdin.buffer if name == "-" else stack.enter_context(
             open_regular("read_examples", name))
         compressed = name != "-" or source.peek(2)[:2] == b"\x1f\x8b"
-        plain = stack.enter_context(tempfile.NamedTemporaryFile(prefix="xsoftmax-", suffix=".txt"))
+        text_file = stack.enter_context(
+            tempfile.NamedTemporaryFile(prefix="xsoftmax-", suffix=".txt"))
         try:
             shutil.copyfileobj(
-                gzip.GzipFile(fileobj=source) if compressed else source, plain, 1 << 20)
+                gzip.GzipFile(fileobj=source) if compressed else source, text_file, 1 << 20)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"read_examples: expected {name} as text compressed by gzip, got "
                              f"another file ({error})") from error
-        plain.flush()
-        yield plain.name
+        text_file.flush()
+        yield text_file.name
 
 
 def read_sparse(path: PathName, *, scores: bool = False) -> "scipy.sparse.csr_matrix":

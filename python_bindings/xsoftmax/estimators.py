@@ -39,7 +39,7 @@ class CandidateBatch(NamedTuple):
 
 _TRAITS = ("corrects_target", "needs_target_count", "renormalizes", "weighs", "drops_distinct_hits",
            "drops_drawn_hits", "replaces_a_sample", "has_noise")
-_REGISTERED: Dict[str, Tuple[Callable[[CandidateBatch], Tensor], Dict[str, bool]]] = {}
+_PYTHON_ESTIMATORS: Dict[str, Tuple[Callable[[CandidateBatch], Tensor], Dict[str, bool]]] = {}
 
 
 def register_estimator(name: str, loss: Callable[[CandidateBatch], Tensor], **traits: bool) -> None:
@@ -71,7 +71,7 @@ def register_estimator(name: str, loss: Callable[[CandidateBatch], Tensor], **tr
             ``[Q]``, or the target is ``[*, T]``.
         TypeError: a trait is unknown, or `loss` is not callable.
     """
-    if name in _REGISTERED or name in torch.ops.xsoftmax.estimator_names():
+    if name in _PYTHON_ESTIMATORS or name in torch.ops.xsoftmax.estimator_names():
         raise ValueError(f"register_estimator: expected a name that is not taken, got {name!r}")
     if not callable(loss):
         raise TypeError(f"register_estimator: expected a function for {name!r}, got "
@@ -80,17 +80,17 @@ def register_estimator(name: str, loss: Callable[[CandidateBatch], Tensor], **tr
     if unknown:
         raise TypeError(f"register_estimator: expected traits among {', '.join(_TRAITS)}, got "
                         f"{', '.join(sorted(unknown))}")
-    _REGISTERED[name] = (loss, {
+    _PYTHON_ESTIMATORS[name] = (loss, {
         "needs_target_count": bool(traits.get("corrects_target", False)), **traits
     })
 
 
 def check_estimator(owner: str, name: str, label_smoothing: float,
-                    more: Sequence[str] = ()) -> None:
-    names = [*torch.ops.xsoftmax.estimator_names(), *more, *_REGISTERED]
+                    other_names: Sequence[str] = ()) -> None:
+    names = [*torch.ops.xsoftmax.estimator_names(), *other_names, *_PYTHON_ESTIMATORS]
     if name not in names:
         raise ValueError(f"{owner}: expected estimator to be one of {names}, got {name!r}")
-    if label_smoothing != 0.0 and (name in _REGISTERED
+    if label_smoothing != 0.0 and (name in _PYTHON_ESTIMATORS
                                    or not torch.ops.xsoftmax.estimator_smooths(name)):
         raise ValueError(f"{owner}: expected label_smoothing=0 with estimator={name!r}, got "
                          f"{label_smoothing}")
@@ -99,27 +99,28 @@ def check_estimator(owner: str, name: str, label_smoothing: float,
 def has_noise(name: str) -> bool:
     """Returns whether the estimator uses samples with replacement to estimate what the other
     candidates leave out."""
-    return _REGISTERED[name][1].get(
-        "has_noise", False) if name in _REGISTERED else torch.ops.xsoftmax.estimator_has_noise(name)
+    return _PYTHON_ESTIMATORS[name][1].get(
+        "has_noise",
+        False) if name in _PYTHON_ESTIMATORS else torch.ops.xsoftmax.estimator_has_noise(name)
 
 
 def has_normalizer(name: str) -> bool:
     """Returns whether the loss is a log normaliser minus the target's score, as z_loss requires."""
-    return name not in _REGISTERED and torch.ops.xsoftmax.estimator_has_normalizer(name)
+    return name not in _PYTHON_ESTIMATORS and torch.ops.xsoftmax.estimator_has_normalizer(name)
 
 
 def is_registered(estimator: str) -> bool:
     """Returns whether the estimator is written in Python."""
-    return estimator in _REGISTERED
+    return estimator in _PYTHON_ESTIMATORS
 
 
 def registered_loss(module: Any, input: Tensor, target: Tensor,
                     sets: List[CandidateSet]) -> Optional[Tensor]:
     """Returns the loss of a module whose estimator is written in Python, or None for a built-in
     one."""
-    if module.estimator not in _REGISTERED:
+    if module.estimator not in _PYTHON_ESTIMATORS:
         return None
-    loss, traits = _REGISTERED[module.estimator]
+    loss, traits = _PYTHON_ESTIMATORS[module.estimator]
     if target.dim() == input.dim():
         raise ValueError("SampledSoftmaxLoss: expected one target of each query with estimator "
                          f"{module.estimator!r}, which is written in Python, "
@@ -131,23 +132,23 @@ def registered_loss(module: Any, input: Tensor, target: Tensor,
     # sets without replacement first.
     sets = sorted(sets, key=lambda part: (part.ids.dim() == 1, not part.distinct))
     counts = (target != module.ignore_index).reshape(-1)
-    known = torch.where(counts, target.reshape(-1), 0)
-    queries = torch.where(counts.unsqueeze(1), input.reshape(len(known), input.shape[-1]), 0.0)
-    private = torch.cat([known.unsqueeze(1), *(part.ids for part in sets if part.ids.dim() == 2)],
-                        1)
+    target_ids = torch.where(counts, target.reshape(-1), 0)
+    queries = torch.where(counts.unsqueeze(1), input.reshape(len(target_ids), input.shape[-1]), 0.0)
+    private = torch.cat(
+        [target_ids.unsqueeze(1), *(part.ids for part in sets if part.ids.dim() == 2)], 1)
     shared = [part.ids for part in sets if part.ids.dim() == 1]
     scores = torch.ops.xsoftmax.candidate_scores(queries, module.linear.weight, module.linear.bias,
                                                  private,
                                                  torch.cat(shared) if shared else None,
                                                  module.sparse_grad)
     batch = torch.ops.xsoftmax.candidate_batch(
-        module._logits(scores), known, *columns_of(sets),
+        module._logits(scores), target_ids, *columns_of(sets),
         option_text(remove_accidental_hits=module.remove_accidental_hits, **traits))
-    each = loss(CandidateBatch(*batch))
-    if each.shape != known.shape:
+    values = loss(CandidateBatch(*batch))
+    if values.shape != target_ids.shape:
         raise ValueError(f"SampledSoftmaxLoss: expected estimator {module.estimator!r} to give a "
-                         f"loss for each query, {list(known.shape)}, "
-                         f"got {list(each.shape)}")
+                         f"loss for each query, {list(target_ids.shape)}, "
+                         f"got {list(values.shape)}")
     return torch.ops.xsoftmax.reduced_loss(
-        each, target, module.weight,
+        values, target, module.weight,
         option_text(reduction=module.reduction, ignore_index=module.ignore_index))

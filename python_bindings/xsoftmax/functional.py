@@ -19,9 +19,9 @@ __all__ = [
 __dir__ = public_names(__all__)
 
 
-def _check_tensors(owner: str, needed: Dict[str, Tensor], **optional: Optional[Tensor]) -> None:
-    passed = {name: value for name, value in optional.items() if value is not None}
-    for name, value in {**needed, **passed}.items():
+def _check_tensors(owner: str, required: Dict[str, Tensor], **optional: Optional[Tensor]) -> None:
+    present = {name: value for name, value in optional.items() if value is not None}
+    for name, value in {**required, **present}.items():
         check_tensor(owner, name, value)
 
 
@@ -266,6 +266,7 @@ def tower_loss(query: Tensor, item: Tensor, item_id: Tensor, candidates: List[Tu
     _check_tensors("tower_loss", dict(query=query, item=item, item_id=item_id), weight=weight)
     options = option_text(estimator=estimator, remove_accidental_hits=remove_accidental_hits,
                           reduction=check_reduction("tower_loss", reduction))
-    vectors, sets = [part for part, _ in candidates], [one for _, one in candidates]
+    vectors, sets = [part
+                     for part, _ in candidates], [candidate_set for _, candidate_set in candidates]
     return torch.ops.xsoftmax.tower_loss(query, item, item_id, vectors, *columns_of(sets), weight,
                                          options)

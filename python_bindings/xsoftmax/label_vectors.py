@@ -74,11 +74,11 @@ def pifa_lf(X: Matrix, Y: Matrix, Z: Matrix, weight: float = 0.5,
 
     if not 0 <= weight <= 1:
         raise ValueError(f"pifa_lf: expected weight in [0, 1], got {weight}")
-    of_examples, of_labels = pifa(X, Y), unit_rows(canonical("pifa_lf", "Z", Z))
-    if of_labels.shape[0] != of_examples.shape[0]:
-        raise ValueError(f"pifa_lf: expected Z with a row for each of {of_examples.shape[0]} "
-                         f"labels, got {of_labels.shape[0]}")
-    parts = np.float32(1 - weight) * of_examples, np.float32(weight) * of_labels
+    example_vectors, feature_vectors = pifa(X, Y), unit_rows(canonical("pifa_lf", "Z", Z))
+    if feature_vectors.shape[0] != example_vectors.shape[0]:
+        raise ValueError(f"pifa_lf: expected Z with a row for each of {example_vectors.shape[0]} "
+                         f"labels, got {feature_vectors.shape[0]}")
+    parts = np.float32(1 - weight) * example_vectors, np.float32(weight) * feature_vectors
     if concatenate:
         return unit_rows(sp.hstack(parts, format="csr"))
     if parts[0].shape != parts[1].shape:
@@ -117,9 +117,9 @@ def spectral(Y: Matrix, dim: int = 100, seed: Union[int, None] = 0) -> np.ndarra
     # singular vectors of a zero singular value are arbitrary
     vectors[:, values[::-1][1:] < _NO_VALUE * values.max()] = 0
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    there = (lengths > _NO_LENGTH) & (counts[1] > 0)[:, None]
+    has_length = (lengths > _NO_LENGTH) & (counts[1] > 0)[:, None]
     return np.divide(vectors, lengths, out=np.zeros_like(vectors),
-                     where=there).astype(np.float32, order="C")
+                     where=has_length).astype(np.float32, order="C")
 
 
 def unit_rows(X: Matrix) -> "scipy.sparse.csr_matrix":

@@ -115,8 +115,8 @@ def psp_at_k(predictions: Predictions, truth: Truth, k: int, propensity: Tensor)
         TypeError: propensity is not a floating-point tensor; or as listed in
             :mod:`xsoftmax.metrics`.
     """
-    found, best = _psp_sums(predictions, truth, k, propensity)
-    return (found / best).item()
+    gain, best_gain = _psp_sums(predictions, truth, k, propensity)
+    return (gain / best_gain).item()
 
 
 # The functions below return one value per query that has relevant classes. With needs_any=False,
@@ -142,18 +142,18 @@ def _ndcgs(predictions: Predictions, truth: Truth, k: int, needs_any: bool = Tru
 
 def _psp_sums(predictions: Predictions, truth: Truth, k: int, propensity: Tensor,
               needs_any: bool = True) -> Tuple[Tensor, Tensor]:
-    hits, _, right = _hits("psp_at_k", predictions, truth, k, needs_any)
+    hits, _, pairs = _hits("psp_at_k", predictions, truth, k, needs_any)
     gains = 1 / _propensity(
         propensity,
-        1 + max(int(ids.max()) if ids.numel() > 0 else 0 for ids in (right.ids, right.predicted)))
-    found = (hits * gains[right.predicted.clamp_min(0)]).sum()
-    of_right = gains[right.ids]
-    order = torch.argsort(of_right, descending=True, stable=True)
+        1 + max(int(ids.max()) if ids.numel() > 0 else 0 for ids in (pairs.ids, pairs.predicted)))
+    gain = (hits * gains[pairs.predicted.clamp_min(0)]).sum()
+    pair_gains = gains[pairs.ids]
+    order = torch.argsort(pair_gains, descending=True, stable=True)
     # grouped by query, with the largest gain first in each group
-    order = order[torch.argsort(right.queries[order], stable=True)]
-    queries, sorted_gains = right.queries[order], of_right[order]
+    order = order[torch.argsort(pairs.queries[order], stable=True)]
+    queries, sorted_gains = pairs.queries[order], pair_gains[order]
     first = torch.searchsorted(queries, queries)
-    return found, sorted_gains[torch.arange(len(queries), device=queries.device) - first < k].sum()
+    return gain, sorted_gains[torch.arange(len(queries), device=queries.device) - first < k].sum()
 
 
 def propensity(counts: Union[Tensor, Sequence[float]], num_examples: int, a: float = 0.55,
@@ -205,18 +205,18 @@ def coverage(candidates: Tensor, target: Tensor, ignore_index: int = -100) -> fl
     for argument, tensor in (("candidates", candidates), ("target", target)):
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
             raise TypeError(f"coverage: expected {argument} as an int64 tensor, got "
-                            f"{_given(tensor)}")
+                            f"{_describe_type(tensor)}")
     if target.dim() < 1 or candidates.dim() != 1 and candidates.shape[:-1] != target.shape:
         raise ValueError("coverage: expected candidates of shape [C] or [*, C] and target of shape "
                          "[*], "
                          f"got {list(candidates.shape)} and {list(target.shape)}")
-    counted = (target >= 0) & (target != ignore_index)
-    if not counted.any():
+    is_counted = (target >= 0) & (target != ignore_index)
+    if not is_counted.any():
         raise ValueError("coverage: expected a target of 0 or more, got none")
-    return (candidates == target.unsqueeze(-1)).any(-1)[counted].double().mean().item()
+    return (candidates == target.unsqueeze(-1)).any(-1)[is_counted].double().mean().item()
 
 
-class _Right(NamedTuple):
+class _RelevantPairs(NamedTuple):
     """The relevant classes as (query, id) pairs, and the predictions of the queries that have
     any."""
 
@@ -226,7 +226,7 @@ class _Right(NamedTuple):
 
 
 def _hits(name: str, predictions: Predictions, truth: Any, k: int,
-          needs_any: bool = True) -> Tuple[Tensor, Tensor, _Right]:
+          needs_any: bool = True) -> Tuple[Tensor, Tensor, _RelevantPairs]:
     """Returns, for the queries that have relevant classes: whether each of the k predictions is
     relevant (float64 [Q, k], 0 or 1), the number of relevant classes (int64 [Q]), and the relevant
     classes."""
@@ -234,10 +234,10 @@ def _hits(name: str, predictions: Predictions, truth: Any, k: int,
     if _is_sparse(predictions):
         scores = canonical(name, "predictions", predictions, "scores")
         _check_scores(name, scores, truth, k if needs_any else 0)
-        predictions = _best(scores, k)
+        predictions = _select_best(scores, k)
     if not isinstance(predictions, Tensor):
         raise TypeError(f"{name}: expected predictions as a tensor or a scipy sparse matrix, got "
-                        f"{_given(predictions)}")
+                        f"{_describe_type(predictions)}")
     if predictions.dtype != torch.int64:
         raise TypeError(f"{name}: expected predictions of dtype int64, got {predictions.dtype}")
     if predictions.dim() != 2 or predictions.shape[1] < k:
@@ -251,33 +251,35 @@ def _hits(name: str, predictions: Predictions, truth: Any, k: int,
                          f"{predictions.min().item()}")
     if ids.numel() > 0 and ids.min() < 0:
         raise ValueError(f"{name}: expected classes of 0 or more in truth, got {ids.min().item()}")
-    ordered = predictions.sort(dim=1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    if twice.any():
-        row, column = twice.nonzero()[0].tolist()
+    sorted_predictions = predictions.sort(dim=1).values
+    is_repeated = (sorted_predictions[:, 1:]
+                   == sorted_predictions[:, :-1]) & (sorted_predictions[:, 1:] >= 0)
+    if is_repeated.any():
+        row, column = is_repeated.nonzero()[0].tolist()
         raise ValueError(f"{name}: expected different predictions for a query, got "
-                         f"{ordered[row, column].item()} twice in row {row}")
+                         f"{sorted_predictions[row, column].item()} twice in row {row}")
 
     # Encode each (query, class) pair as one number, so that one isin() call looks up all of them.
     # A missing prediction becomes -1, which matches no pair.
-    span = 1 + max(int(side.max()) if side.numel() > 0 else 0 for side in (predictions, ids))
+    span = 1 + max(
+        int(id_values.max()) if id_values.numel() > 0 else 0 for id_values in (predictions, ids))
     if span > (1 << 63) // max(len(predictions), 1):
         raise ValueError(f"{name}: expected class ids below 2^63 / {len(predictions)} queries, got "
                          f"{span - 1}")
-    right = torch.unique(queries * span + ids)
-    sizes = torch.bincount(right // span, minlength=len(predictions))
+    keys_of_pairs = torch.unique(queries * span + ids)
+    sizes = torch.bincount(keys_of_pairs // span, minlength=len(predictions))
     rows = torch.arange(len(predictions), device=predictions.device).unsqueeze(1)
     keys = torch.where(predictions >= 0, rows * span + predictions, -1)
-    found = sizes > 0
-    if needs_any and not found.any():
+    has_relevant = sizes > 0
+    if needs_any and not has_relevant.any():
         raise ValueError(f"{name}: expected a query for which a class is right, got none of "
                          f"{len(predictions)}")
-    return torch.isin(keys[found],
-                      right).double(), sizes[found], _Right(right // span, right % span,
-                                                            predictions[found])
+    return torch.isin(keys[has_relevant],
+                      keys_of_pairs).double(), sizes[has_relevant], _RelevantPairs(
+                          keys_of_pairs // span, keys_of_pairs % span, predictions[has_relevant])
 
 
-def _given(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     """Describes the type of an argument that is not a tensor, and suggests a conversion."""
     if isinstance(value, Tensor):
         return str(value.dtype)
@@ -287,9 +289,9 @@ def _given(value: Any) -> str:
         value, (np.ndarray, list, tuple)) else "")
 
 
-def _is_sparse(given: Any) -> bool:
+def _is_sparse(value: Any) -> bool:
     """Whether the argument is a scipy matrix or array. Does not import scipy, which is optional."""
-    return getattr(given, "format", None) is not None
+    return getattr(value, "format", None) is not None
 
 
 def _check_scores(name: str, scores: "scipy.sparse.csr_matrix", truth: Any, least: int) -> None:
@@ -313,19 +315,19 @@ def _is_constant(values: Any) -> bool:
     return len(values) > 0 and bool((values == values[0]).all())
 
 
-def _best(scores: "scipy.sparse.csr_matrix", k: int) -> Tensor:
+def _select_best(scores: "scipy.sparse.csr_matrix", k: int) -> Tensor:
     """Returns the classes of the k best scores of each row, padded with -1."""
     rank, counts = ranks(scores), np.diff(scores.indptr)
-    row, kept = np.repeat(np.arange(len(counts)), counts), rank < k
+    row, is_kept = np.repeat(np.arange(len(counts)), counts), rank < k
     ids = np.full((len(counts), k), -1)
-    ids[row[kept], rank[kept]] = scores.indices[kept]
+    ids[row[is_kept], rank[is_kept]] = scores.indices[is_kept]
     return torch.from_numpy(ids)
 
 
 def _propensity(propensity: Tensor, least: int) -> Tensor:
     if not isinstance(propensity, Tensor) or not propensity.is_floating_point():
         raise TypeError("psp_at_k: expected propensity as a floating tensor, got "
-                        f"{_given(propensity)}")
+                        f"{_describe_type(propensity)}")
     if propensity.dim() != 1 or len(propensity) < least:
         raise ValueError(f"psp_at_k: expected propensity of shape [{least} or more], got "
                          f"{list(propensity.shape)}")
@@ -359,7 +361,7 @@ def _pairs(name: str, truth: Any, num_queries: int) -> Tuple[Tensor, Tensor]:
     else:
         raise TypeError(f"{name}: expected truth as an int64 tensor, a list of class ids for each "
                         "query or a scipy sparse matrix, "
-                        f"got {_given(truth)}")
+                        f"got {_describe_type(truth)}")
     if count != num_queries:
         raise ValueError(f"{name}: expected truth for {num_queries} queries, as many as "
                          f"predictions has, got {count}")
@@ -370,7 +372,7 @@ def _ids(name: str, row: int, part: Union[Tensor, Sequence[int]]) -> Tensor:
     """Returns the class ids of one query as an int64 CPU tensor."""
     if isinstance(part, (set, frozenset)):
         raise TypeError(f"{name}: expected class ids in truth[{row}] as a sequence or a tensor, "
-                        f"got {_given(part)}")
+                        f"got {_describe_type(part)}")
     try:
         ids = tensor_of(part) if isinstance(part, np.ndarray) else torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError) as error:

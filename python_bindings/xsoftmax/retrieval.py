@@ -52,16 +52,16 @@ class SearchIndex:
 
         A loss that is moved by ``loss.to(device)`` moves its index too.
         """
-        return self._beside(self.weight.to(device),
-                            None if self.bias is None else self.bias.to(device))
+        return self._copy_to(self.weight.to(device),
+                             None if self.bias is None else self.bias.to(device))
 
-    def _beside(self, weight: Tensor, bias: Optional[Tensor]) -> "SearchIndex":
+    def _copy_to(self, weight: Tensor, bias: Optional[Tensor]) -> "SearchIndex":
         """Returns a copy of the index for an equal table, on the device of that table."""
-        moved = copy.copy(self)
-        moved.weight, moved.bias = weight.detach(), None if bias is None else bias.detach()
-        moved.tensors = [tensor.to(weight.device) for tensor in self.tensors]
-        moved._queries, moved._budgets = self._queries.to(weight.device), dict(self._budgets)
-        return moved
+        index = copy.copy(self)
+        index.weight, index.bias = weight.detach(), None if bias is None else bias.detach()
+        index.tensors = [tensor.to(weight.device) for tensor in self.tensors]
+        index._queries, index._budgets = self._queries.to(weight.device), dict(self._budgets)
+        return index
 
     def calibrate(self, queries: Tensor) -> None:
         """Sets the example queries that determine how many cells a recall takes.
@@ -91,10 +91,10 @@ class SearchIndex:
             raise TypeError(f"search_topk: expected input on weight's device {self.weight.device}, "
                             f"got {queries.device}")
         if recall is not None and recall < 1:
-            missing = _CALIBRATING - len(self._queries)
-            if missing > 0:
+            num_missing = _CALIBRATING - len(self._queries)
+            if num_missing > 0:
                 self._queries = torch.cat(
-                    [self._queries, queries[:missing].detach().to(self._queries.dtype)])
+                    [self._queries, queries[:num_missing].detach().to(self._queries.dtype)])
             max_cells = self.budget(k, recall)
         options = "" if max_cells is None else f"max_cells={max_cells}"
         return SearchResult(*torch.ops.xsoftmax.search_topk(queries, self.weight, self.bias,
@@ -145,43 +145,43 @@ def build_index(loss: TableModule, queries: Optional[Tensor] = None,
     hooks.after_steps(_count_fused_step)
     loss.catch_up()
     # Read before the build, so that writes by other threads during it make the index stale.
-    table = _version(weight), _version(bias)
-    made = SearchIndex(weight, bias,
-                       _sampler_codewords(loss) if codewords is None else None, codewords or 0)
+    versions = _version(weight), _version(bias)
+    index = SearchIndex(weight, bias,
+                        _sampler_codewords(loss) if codewords is None else None, codewords or 0)
     if queries is not None:
-        made.calibrate(flat_queries(loss._name, loss.in_features, queries, None))
-    hooks.search_indices[loss] = table, made
-    return made
+        index.calibrate(flat_queries(loss._name, loss.in_features, queries, None))
+    hooks.search_indices[loss] = versions, index
+    return index
 
 
-def _is_copy(one: Optional[Tensor], other: Optional[Tensor]) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.dtype == other.dtype and not other.is_meta and torch.equal(
-        one.to(other.device), other)
+def _is_copy(first: Optional[Tensor], second: Optional[Tensor]) -> bool:
+    if first is None or second is None:
+        return first is second
+    return first.dtype == second.dtype and not second.is_meta and torch.equal(
+        first.to(second.device), second)
 
 
-def _moved_index(loss: TableModule) -> Optional[SearchIndex]:
+def _move_index(loss: TableModule) -> Optional[SearchIndex]:
     """Returns the stored index on the device of the table, if the table was moved but not changed,
     else None."""
-    table, made = hooks.search_indices.get(loss, (None, None))
-    if made is None:
+    versions, index = hooks.search_indices.get(loss, (None, None))
+    if index is None:
         return None
     weight, bias = loss.linear.weight.detach(
     ), None if loss.linear.bias is None else loss.linear.bias.detach()
     # The old table must be unchanged since it was indexed, and equal to the new one.
-    if table != (_version(made.weight), _version(
-            made.bias)) or not _is_copy(made.weight, weight) or not _is_copy(made.bias, bias):
+    if versions != (_version(index.weight), _version(
+            index.bias)) or not _is_copy(index.weight, weight) or not _is_copy(index.bias, bias):
         return None
-    made = made._beside(weight, bias)
-    hooks.search_indices[loss] = (_version(loss.linear.weight), _version(loss.linear.bias)), made
-    return made
+    index = index._copy_to(weight, bias)
+    hooks.search_indices[loss] = (_version(loss.linear.weight), _version(loss.linear.bias)), index
+    return index
 
 
 def search(loss: TableModule, input: Tensor, k: int, index: str, recall: Optional[float],
            max_cells: Optional[int], exclude: Optional[Tensor] = None) -> SearchResult:
     """Implements :meth:`xsoftmax.LinearLoss.search`."""
-    name, k = loss._name, loss._best(k)
+    name, k = loss._name, loss._check_k(k)
     check_tensor(name, "input", input)
     if torch.compiler.is_exporting():
         raise ValueError(f"{name}: expected topk in torch.export, got search: export "
@@ -197,14 +197,14 @@ def search(loss: TableModule, input: Tensor, k: int, index: str, recall: Optiona
                              f"{max_cells}")
     queries = flat_queries(name, loss.in_features, input, None)
     loss.catch_up()
-    table, made = hooks.search_indices.get(loss, (None, None))
-    if table != (_version(loss.linear.weight), _version(loss.linear.bias)):
-        made = _moved_index(loss) or build_index(loss)
-    found = made.search(queries, loss._with_excluded(k, input, exclude), recall, max_cells)
-    scores, ids = loss._without_excluded(found.scores, found.ids, k, input, exclude)
+    versions, search_index = hooks.search_indices.get(loss, (None, None))
+    if versions != (_version(loss.linear.weight), _version(loss.linear.bias)):
+        search_index = _move_index(loss) or build_index(loss)
+    result = search_index.search(queries, loss._add_excluded(k, input, exclude), recall, max_cells)
+    scores, ids = loss._drop_excluded(result.scores, result.ids, k, input, exclude)
     shape = list(input.shape[:-1])
-    return SearchResult(scores, ids, found.cells_read.reshape(shape),
-                        found.certified.reshape(shape))
+    return SearchResult(scores, ids, result.cells_read.reshape(shape),
+                        result.certified.reshape(shape))
 
 
 def to_faiss(loss: Module, kind: str = "flat", *, lists: Optional[int] = None, neighbors: int = 32,

@@ -61,13 +61,13 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any) -> "XRLinearClassifier":
-        X = validate_data(self, _sound("X", X), accept_sparse="csr", dtype=np.float32)
+        X = validate_data(self, _canonicalize("X", X), accept_sparse="csr", dtype=np.float32)
         if y is None:
             raise ValueError("XRLinearClassifier.fit: requires y to be passed, but the target y is "
                              "None")
         _check_lists(y)
-        y = check_array(_sound("y", y, "weights"), accept_sparse="csr", ensure_2d=False, dtype=None,
-                        input_name="y")
+        y = check_array(_canonicalize("y", y, "weights"), accept_sparse="csr", ensure_2d=False,
+                        dtype=None, input_name="y")
         check_consistent_length(X, y)
         self.sparse_output_ = sp.issparse(y)
         if not self.sparse_output_ and y.ndim == 2 and y.shape[1] == 1:
@@ -101,8 +101,8 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         a row are ordered by decreasing score."""
         check_is_fitted(self)
         return self.model_.predict(
-            validate_data(self, _sound("X", X), accept_sparse="csr", dtype=np.float32, reset=False),
-            self.topk, self.beam)
+            validate_data(self, _canonicalize("X", X), accept_sparse="csr", dtype=np.float32,
+                          reset=False), self.topk, self.beam)
 
     def decision_function(self, X: Any) -> Any:
         """Returns the log scores of all classes, dense [n, L]. For binary classification returns
@@ -132,12 +132,14 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
 
     def _log_scores(self, X: Any) -> Any:
         check_is_fitted(self)
-        X = validate_data(self, _sound("X", X), accept_sparse="csr", dtype=np.float32, reset=False)
+        X = validate_data(self, _canonicalize("X", X), accept_sparse="csr", dtype=np.float32,
+                          reset=False)
         classes = len(self.classes_)
-        found = self.model_.predict(X, classes, classes, transform=f"log-{self.model_.transform}")
-        scores = np.empty(found.shape)
-        scores[np.repeat(np.arange(found.shape[0]), np.diff(found.indptr)),
-               found.indices] = found.data
+        predictions = self.model_.predict(X, classes, classes,
+                                          transform=f"log-{self.model_.transform}")
+        scores = np.empty(predictions.shape)
+        scores[np.repeat(np.arange(predictions.shape[0]), np.diff(predictions.indptr)),
+               predictions.indices] = predictions.data
         return scores
 
     def predict(self, X: Any) -> Any:
@@ -150,11 +152,11 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         scores = self.predict_scores(X)
         if not self.multilabel_:
             return self.classes_[scores.indices[scores.indptr[:-1]]]
-        kept = scores.data >= self.min_score
-        ends = np.r_[0, np.cumsum(kept)][scores.indptr]
-        found = sp.csr_matrix((np.ones(int(ends[-1]), np.int64), scores.indices[kept], ends),
-                              shape=scores.shape)
-        return found if self.sparse_output_ else found.toarray()
+        is_kept = scores.data >= self.min_score
+        ends = np.r_[0, np.cumsum(is_kept)][scores.indptr]
+        labels = sp.csr_matrix((np.ones(int(ends[-1]), np.int64), scores.indices[is_kept], ends),
+                               shape=scores.shape)
+        return labels if self.sparse_output_ else labels.toarray()
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -163,10 +165,10 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         return tags
 
 
-def _sound(argument: str, given: Any, kind: str = "features") -> Any:
+def _canonicalize(argument: str, value: Any, kind: str = "features") -> Any:
     """Returns a sparse matrix in canonical form, so that scikit-learn converts a valid matrix.
     Other arguments are returned unchanged."""
-    return canonical("XRLinearClassifier", argument, given, kind) if sp.issparse(given) else given
+    return canonical("XRLinearClassifier", argument, value, kind) if sp.issparse(value) else value
 
 
 def _check_lists(y: Any) -> None:

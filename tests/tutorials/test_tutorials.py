@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python" / "shared"))
 
-from documents import ROOT, TUTORIALS, cells_of
+from documents import TUTORIALS, cells_of
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
@@ -28,19 +28,3 @@ def test_tutorial_runs(page, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert time.perf_counter() - start < 180
-
-
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_tutorial_is_a_notebook_with_next_steps(page):
-    text = page.read_text()
-    assert text.startswith("---\njupytext:\n  text_representation:\n    extension: .md\n    "
-                           "format_name: myst\n")
-    assert str(ROOT) not in text and "## Where to go next" in text
-
-
-def test_there_are_tutorials():
-    assert {page.stem
-            for page in TUTORIALS} >= {
-                "language_model", "recommender", "two_towers", "text_labels", "image_classes",
-                "cpp_program", "several_machines", "serving"
-            }

@@ -44,10 +44,10 @@ def describe_argument(name: str, describe: Callable[[], str]) -> None:
     _REQUIRED[name] = describe
 
 
-def meant_argument(name: str, known: Iterable[str]) -> str:
+def guess_argument(name: str, argument_names: Iterable[str]) -> str:
     """Returns the argument that was probably meant by a misspelt name, or "" if there is none."""
     # Prefer class_weight, since `weight` is the class table where both exist.
-    names = sorted(known, key=lambda argument: argument != "class_weight")
+    names = sorted(argument_names, key=lambda argument: argument != "class_weight")
     for argument in names:
         if name in _SYNONYMS.get(argument, ()):
             return argument
@@ -55,32 +55,34 @@ def meant_argument(name: str, known: Iterable[str]) -> str:
     return close[0] if close else ""
 
 
-def _unknown(owner: str, what: str, name: str, known: Iterable[str]) -> TypeError:
-    meant = meant_argument(name, known)
-    hint = f"did you mean {meant}?" if meant else f"it has {', '.join(known)}"
-    return TypeError(f"{owner}: expected arguments of the {what}, got {name}: {hint}")
+def _make_unknown_error(owner: str, kind: str, name: str, names: Iterable[str]) -> TypeError:
+    guess = guess_argument(name, names)
+    hint = f"did you mean {guess}?" if guess else f"it has {', '.join(names)}"
+    return TypeError(f"{owner}: expected arguments of the {kind}, got {name}: {hint}")
 
 
-def _check(owner: str, parameters: Dict[str, inspect.Parameter], args: Any, kwargs: Any) -> None:
+def _check_call(owner: str, parameters: Dict[str, inspect.Parameter], args: Any,
+                kwargs: Any) -> None:
     """Raises TypeError if a call of the constructor does not fit its signature."""
     kinds = [parameter.kind for parameter in parameters.values()]
-    by_place = [
+    positional_names = [
         name for name, parameter in parameters.items()
         if parameter.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         for name in kwargs:
             if name not in parameters:
-                raise _unknown(owner, "constructor", name, parameters)
-    if len(args) > len(by_place) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        names = ", ".join(by_place) or "none"
-        raise TypeError(f"{owner}: expected at most {len(by_place)} arguments without a name "
-                        f"({names}), got {len(args)}: pass the others by name")
-    passed = {*by_place[:len(args)], *kwargs}
+                raise _make_unknown_error(owner, "constructor", name, parameters)
+    if len(args) > len(positional_names) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        names = ", ".join(positional_names) or "none"
+        raise TypeError(
+            f"{owner}: expected at most {len(positional_names)} arguments without a name "
+            f"({names}), got {len(args)}: pass the others by name")
+    passed_names = {*positional_names[:len(args)], *kwargs}
     for name, parameter in parameters.items():
-        needed = parameter.default is parameter.empty and parameter.kind in (
+        is_required = parameter.default is parameter.empty and parameter.kind in (
             inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        if needed and name not in passed:
+        if is_required and name not in passed_names:
             hint = f": give {_REQUIRED[name]()}" if name in _REQUIRED else ""
             raise TypeError(f"{owner}: expected argument {name}, got none{hint}")
 
@@ -100,7 +102,7 @@ def explain_constructors(classes: Iterable[Any]) -> None:
 
         def __init__(self: Any, *args: Any, _original: Any = original,
                      _parameters: Any = parameters, **kwargs: Any) -> None:
-            _check(type(self).__name__, _parameters, args, kwargs)
+            _check_call(type(self).__name__, _parameters, args, kwargs)
             _original(self, *args, **kwargs)
 
         cls.__init__ = functools.wraps(original)(__init__)
@@ -116,25 +118,27 @@ def explain_functions(owner: Any, names: Iterable[str]) -> None:
             unchanged.
     """
     for name in names:
-        found = vars(owner)[name]
-        is_static = isinstance(found, staticmethod)
-        function = found.__func__ if is_static else found
+        attribute = vars(owner)[name]
+        is_static = isinstance(attribute, staticmethod)
+        function = attribute.__func__ if is_static else attribute
         parameters = inspect.signature(function).parameters
         if inspect.Parameter.VAR_KEYWORD in [parameter.kind for parameter in parameters.values()
                                              ] or hasattr(function, "__wrapped__"):
             continue
-        called = f"{owner.__name__}.{name}" if isinstance(owner, type) else name
-        explained = _explained(called, function, [known for known in parameters if known != "self"])
-        setattr(owner, name, staticmethod(explained) if is_static else explained)
+        call_name = f"{owner.__name__}.{name}" if isinstance(owner, type) else name
+        wrapper = _explain_function(
+            call_name, function,
+            [name_in_signature for name_in_signature in parameters if name_in_signature != "self"])
+        setattr(owner, name, staticmethod(wrapper) if is_static else wrapper)
 
 
-def _explained(called: str, function: Callable[..., Any],
-               known: Sequence[str]) -> Callable[..., Any]:
+def _explain_function(call_name: str, function: Callable[..., Any],
+                      names: Sequence[str]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
-            if name not in known:
-                raise _unknown(called, "function", name, known)
+            if name not in names:
+                raise _make_unknown_error(call_name, "function", name, names)
         return function(*args, **kwargs)
 
     return call

@@ -109,11 +109,11 @@ def class_weights(owner: str, weight: Any, num_classes: int) -> Optional[Tensor]
     """Returns class weights as a floating tensor [num_classes], or None."""
     if weight is None:
         return None
-    given, weight = weight, as_tensor(owner, "weight", weight)
+    argument, weight = weight, as_tensor(owner, "weight", weight)
     if weight.shape != (num_classes,):
         raise ValueError(f"{owner}: expected weight of shape ({num_classes},), got "
                          f"{tuple(weight.shape)}")
-    if given is not weight and not weight.is_floating_point():
+    if argument is not weight and not weight.is_floating_point():
         weight = weight.to(torch.get_default_dtype())
     if not weight.is_floating_point():
         raise TypeError(f"{owner}: expected weight of a floating dtype, got {weight.dtype}: use "

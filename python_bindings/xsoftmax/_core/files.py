@@ -32,17 +32,18 @@ def open_regular(owner: str, path: Union[str, "os.PathLike[str]"]) -> BinaryIO:
         raise
 
 
-def _check_regular(owner: str, path: Union[str, "os.PathLike[str]"], found: os.stat_result) -> None:
-    if stat.S_ISDIR(found.st_mode):
+def _check_regular(owner: str, path: Union[str, "os.PathLike[str]"],
+                   status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(f"{owner}: expected {os.fspath(path)} as a file, got a folder")
-    if not stat.S_ISREG(found.st_mode):
-        kind = ("a FIFO" if stat.S_ISFIFO(found.st_mode) else
-                "a socket" if stat.S_ISSOCK(found.st_mode) else "a device")
+    if not stat.S_ISREG(status.st_mode):
+        kind = ("a FIFO" if stat.S_ISFIFO(status.st_mode) else
+                "a socket" if stat.S_ISSOCK(status.st_mode) else "a device")
         raise ValueError(f"{owner}: expected {os.fspath(path)} as a file, got {kind}")
 
 
 @contextlib.contextmanager
-def replaced(owner: str, path: Union[str, "os.PathLike[str]"]) -> Iterator[str]:
+def replace_file(owner: str, path: Union[str, "os.PathLike[str]"]) -> Iterator[str]:
     """Yields the name of a draft file next to ``path``, which replaces ``path`` on success and is
     removed on an exception.
 
@@ -67,7 +68,7 @@ def replaced(owner: str, path: Union[str, "os.PathLike[str]"]) -> Iterator[str]:
         raise
     finally:
         os.close(lock)
-    _remove_abandoned(path)
+    _remove_abandoned_drafts(path)
 
 
 def _new_draft(path: str) -> tuple[str, int]:
@@ -109,7 +110,7 @@ def is_named(path: str, descriptor: int) -> bool:
     return False
 
 
-def _remove_abandoned(path: str) -> None:
+def _remove_abandoned_drafts(path: str) -> None:
     """Removes drafts of a file that no process has locked."""
     folder, name = os.path.split(path)
     entries: list[str] = []

@@ -69,30 +69,30 @@ resized_tables = WeakTensorKeyDictionary()  # used by `resize`
 mapped_tables = WeakTensorKeyDictionary()  # table -> id of the process that opened it
 search_indices: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()  # loss -> index
 
-deferred: List[Callable[[], None]] = []
+deferred_work: List[Callable[[], None]] = []
 
-_installed: Dict[Any, Any] = {}  # function -> torch's handle
+_handles: Dict[Any, Any] = {}  # function -> torch's handle
 
 
 def before_steps(hook: StepHook) -> None:
     """Registers a function that torch calls before each step of every optimizer. Repeated calls
     register it once."""
-    if hook not in _installed:
-        _installed[hook] = register_optimizer_step_pre_hook(hook)
+    if hook not in _handles:
+        _handles[hook] = register_optimizer_step_pre_hook(hook)
 
 
 def after_steps(hook: StepHook) -> None:
     """Registers a function that torch calls after each step of every optimizer. Repeated calls
     register it once."""
-    if hook not in _installed:
-        _installed[hook] = register_optimizer_step_post_hook(hook)
+    if hook not in _handles:
+        _handles[hook] = register_optimizer_step_post_hook(hook)
 
 
 def at_exit(function: Callable[[], None]) -> None:
     """Registers a function that Python calls when the process ends. Repeated calls register it
     once."""
-    if function not in _installed:
-        _installed[function] = atexit.register(function)
+    if function not in _handles:
+        _handles[function] = atexit.register(function)
 
 
 def is_capturing() -> bool:
@@ -102,11 +102,11 @@ def is_capturing() -> bool:
 
 def defer(work: Callable[[], None]) -> None:
     """Stores work for the next :func:`run_deferred` outside of a capture."""
-    deferred.append(work)
+    deferred_work.append(work)
 
 
 def run_deferred() -> None:
     """Runs the work that was deferred during a capture."""
-    while deferred and not is_capturing():
+    while deferred_work and not is_capturing():
         with contextlib.suppress(Exception):  # a table may have moved since
-            deferred.pop()()
+            deferred_work.pop()()

@@ -30,10 +30,10 @@ class LazyGradParameter(torch.nn.Parameter):
     def detach(self) -> Tensor:
         """Returns a plain tensor, as every parameter does. ``torch.nn.Parameter(table)`` refuses
         tensors whose detach() has another type: it gets one of this class, without terms."""
-        plain = super().detach()
+        tensor = super().detach()
         if torch.compiler.is_compiling() or sys._getframe(1).f_code is not _MAKE_PARAMETER:
-            return plain
-        return plain.as_subclass(LazyGradParameter)
+            return tensor
+        return tensor.as_subclass(LazyGradParameter)
 
 
 # Plain tensor types, which hold real values: no DTensor, FakeTensor or other subclass.

@@ -9,7 +9,7 @@ _FOLDER = Path(__file__).parent.parent
 _NAME = "libxsoftmax.so"
 
 
-def _built_for(library: Path) -> str:
+def _read_torch_minor(library: Path) -> str:
     """Returns the minor release of torch that the installed CMake package was built for, or ""."""
     config = library.parent.parent / "share" / "cmake" / "xsoftmax" / "torch_minor.txt"
     return config.read_text().strip() if config.is_file() else ""
@@ -19,13 +19,13 @@ def _load() -> Path:
     library = Path(os.environ.get("XSOFTMAX_LIBRARY") or _FOLDER / "lib" / _NAME)
     remedy = ("Build it against the torch of this environment: pip install --no-build-isolation . "
               "(in a checkout, XSOFTMAX_LIBRARY may name the library that CMake built)")
-    wanted, running = _built_for(library), ".".join(torch.__version__.split(".")[:2])
+    built_minor, minor = _read_torch_minor(library), ".".join(torch.__version__.split(".")[:2])
     if not library.is_file():
         raise ImportError(f"xsoftmax: cannot load {library}: no such file. {remedy}")
-    if wanted and wanted != running:
-        raise ImportError(f"xsoftmax: {library} was built for torch {wanted}, but torch "
-                          f"{torch.__version__} is running: pip install 'torch=={wanted}.*', "
-                          f"or a build of xsoftmax for torch {running} (from its source: pip "
+    if built_minor and built_minor != minor:
+        raise ImportError(f"xsoftmax: {library} was built for torch {built_minor}, but torch "
+                          f"{torch.__version__} is running: pip install 'torch=={built_minor}.*', "
+                          f"or a build of xsoftmax for torch {minor} (from its source: pip "
                           "install --no-build-isolation .)")
     try:
         torch.ops.load_library(str(library))

@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterator, Optional, Tuple
 import torch
 
 Show = Callable[[int, int], None]
-_BETWEEN = 0.1  # seconds between two reads of the progress numbers
+_POLL_SECONDS = 0.1  # seconds between two reads of the progress numbers
 _bars: "contextvars.ContextVar[bool]" = contextvars.ContextVar("xsoftmax.progress", default=False)
 
 
@@ -53,8 +53,8 @@ def run(name: str, op: Callable[..., Any], *args: Any, show: Optional[Show] = No
         return op(*args)
     if show is None and _bars.get():
         with bar(name) as show:
-            return _watched(op, args, show)
-    return _watched(op, args, show)
+            return _run_watched(op, args, show)
+    return _run_watched(op, args, show)
 
 
 @contextlib.contextmanager
@@ -63,16 +63,16 @@ def bar(name: str) -> Iterator[Show]:
     from tqdm import tqdm
 
     with tqdm(desc=name, total=100, unit="%", disable=None, leave=False,
-              bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}") as shown:
+              bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}") as tqdm_bar:
 
         def show(done: int, total: int) -> None:
-            shown.n = 100 * done // total if total > 0 else 0
-            shown.refresh()
+            tqdm_bar.n = 100 * done // total if total > 0 else 0
+            tqdm_bar.refresh()
 
         yield show
 
 
-def _watched(op: Callable[..., Any], args: Tuple[Any, ...], show: Optional[Show]) -> Any:
+def _run_watched(op: Callable[..., Any], args: Tuple[Any, ...], show: Optional[Show]) -> Any:
     numbers = torch.zeros(3, dtype=torch.int64, device="cpu")
     if type(numbers) is not torch.Tensor:  # under FakeTensorMode and similar nothing takes long
         return op(*args)
@@ -107,11 +107,11 @@ class _Watch:
         self.numbers, self.show = numbers, show
         self.failure: Optional[BaseException] = None
         self.done = threading.Event()
-        self.thread = threading.Thread(target=self._look, name="xsoftmax progress", daemon=True)
+        self.thread = threading.Thread(target=self._poll, name="xsoftmax progress", daemon=True)
         self.thread.start()
 
-    def _look(self) -> None:
-        while not self.done.wait(_BETWEEN):
+    def _poll(self) -> None:
+        while not self.done.wait(_POLL_SECONDS):
             try:
                 done, total, _ = self.numbers.tolist()
                 if total > 0:

@@ -23,23 +23,23 @@ def table_empty(*size: int, dtype: torch.dtype, device: Device = None) -> Tensor
 def device_of_values(device: Device) -> torch.device:
     """Returns the device, or the default device for None. Meta is replaced by the CPU, since only
     class tables are left without values there."""
-    found = torch.get_default_device() if device is None else torch.device(device)
-    return torch.device("cpu") if found.type == "meta" else found
+    value_device = torch.get_default_device() if device is None else torch.device(device)
+    return torch.device("cpu") if value_device.type == "meta" else value_device
 
 
-def moved_table(owner: str, table: Tensor, moved: Any) -> Tensor:
+def move_table(owner: str, table: Tensor, new_table: Any) -> Tensor:
     """Returns the new value of a buffer that no state dict restores, after ``Module._apply`` has
     turned ``table`` into ``moved``.
 
     Values and dtype are preserved and only the device changes, also under ``half()`` and
     ``to_empty()``.
     """
-    if table.is_meta and not moved.is_meta:
+    if table.is_meta and not new_table.is_meta:
         raise RuntimeError(f"{owner}: its tables have no values on the meta device, from which "
-                           f"they were to move to {moved.device}: "
+                           f"they were to move to {new_table.device}: "
                            "make the module anew (with device=\"meta\" only the class table is "
                            "left unmade)")
-    return moved if moved.is_meta else table.to(moved.device)
+    return new_table if new_table.is_meta else table.to(new_table.device)
 
 
 def fill_empty(module: nn.Module, state_dict: Dict[str, Any], prefix: str) -> None:

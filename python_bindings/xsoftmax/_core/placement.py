@@ -26,9 +26,9 @@ class Table:
         """Raises RuntimeError if the parameters of a module are not those that the table was
         created for."""
 
-    def norm(self, of_rows: Tensor, norm_type: float) -> Tensor:
+    def norm(self, local_norm: Tensor, norm_type: float) -> Tensor:
         """Returns the norm of the gradient of the whole table, given that of the local rows."""
-        return of_rows
+        return local_norm
 
     def whole_state(self, optimizer: Any, group: Dict[str, Any], param: Any, state: State) -> State:
         """Returns the optimizer state of the whole table, given that of the local rows."""
@@ -42,9 +42,8 @@ class Table:
     def tower_step(self, loss: Any, query: Tensor, item: Tensor, item_id: Tensor,
                    negatives: List[Tensor], weight: Optional[Tensor]) -> Tensor:
         """Returns the two-tower loss of a batch; the candidates are the items of the call."""
-        of_batch: Tensor = loss._step(query, item, item_id, negatives, [], weight, True,
-                                      loss._options)
-        return of_batch
+        value: Tensor = loss._step(query, item, item_id, negatives, [], weight, True, loss._options)
+        return value
 
 
 LOCAL = Table()
@@ -52,8 +51,8 @@ LOCAL = Table()
 
 def table_of(owner: Any) -> Table:
     """Returns the table of a module or of a parameter: where its rows are placed."""
-    found: Table = getattr(owner, "_class_table", LOCAL)
-    return found
+    table: Table = getattr(owner, "_class_table", LOCAL)
+    return table
 
 
 def attach(table: Table, owner: Any) -> None:
@@ -69,20 +68,20 @@ def are_local(*owners: Any) -> bool:
 def whole_state(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
     """Returns an optimizer's `state_dict()` in which sharded tables have the state of the whole
     table."""
-    return _converted(optimizer, state_dict, "whole_state")
+    return _convert_states(optimizer, state_dict, "whole_state")
 
 
 def state_of_rank(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
     """Returns a state dict for `load_state_dict`, in which sharded tables have the state of this
     rank's rows."""
-    return _converted(optimizer, state_dict, "state_of_rank")
+    return _convert_states(optimizer, state_dict, "state_of_rank")
 
 
-def _converted(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any],
-               method: str) -> Dict[str, Any]:
+def _convert_states(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any],
+                    method: str) -> Dict[str, Any]:
     state, is_changed = dict(state_dict["state"]), False
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"]):
-        for param, key in zip(group["params"], saved["params"]):
+    for group, saved_group in zip(optimizer.param_groups, state_dict["param_groups"]):
+        for param, key in zip(group["params"], saved_group["params"]):
             table = table_of(param)
             if table.is_split and key in state:
                 state[key] = getattr(table, method)(optimizer, group, param, state[key])

@@ -19,15 +19,15 @@ def plot_tree(tree: Any, names: Optional[Sequence[str]], ax: Any) -> Any:
     depth = [0] * tree.num_nodes
     for v in range(1, tree.num_nodes):
         depth[v] = depth[parent[v]] + 1
-    x, leaves, open_ = [0.0] * tree.num_nodes, 0, [(0, False)]
-    while open_:
-        v, done = open_.pop()
+    x, leaves, stack = [0.0] * tree.num_nodes, 0, [(0, False)]
+    while stack:
+        v, done = stack.pop()
         if done:
             x[v] = (x[first[v]] + x[first[v + 1] - 1]) / 2
         elif classes[v] >= 0:
             x[v], leaves = float(leaves), leaves + 1
         else:
-            open_ += [(v, True),
+            stack += [(v, True),
                       *((child, False) for child in reversed(range(first[v], first[v + 1])))]
     if ax is None:
         _, ax = plt.subplots(figsize=(max(4.0, 0.22 * leaves), 1.5 + 0.7 * tree.depth),
@@ -35,8 +35,9 @@ def plot_tree(tree: Any, names: Optional[Sequence[str]], ax: Any) -> Any:
     ax.add_collection(
         LineCollection([[(x[parent[v]], -depth[parent[v]]), (x[v], -depth[v])]
                         for v in range(1, tree.num_nodes)], colors="0.6", linewidths=0.8))
-    inner = [v for v in range(tree.num_nodes) if classes[v] < 0]
-    ax.plot([x[v] for v in inner], [-depth[v] for v in inner], "o", color="0.3", markersize=3)
+    inner_nodes = [v for v in range(tree.num_nodes) if classes[v] < 0]
+    ax.plot([x[v] for v in inner_nodes], [-depth[v] for v in inner_nodes], "o", color="0.3",
+            markersize=3)
     for v in range(tree.num_nodes):
         if classes[v] >= 0:
             ax.annotate(str(classes[v] if names is None else names[classes[v]]), (x[v], -depth[v]),

@@ -8,5 +8,5 @@ _OF_EVERY_MODULE = ("__all__", "__doc__", "__file__", "__name__", "__package__",
 def public_names(names: Iterable[str]) -> Callable[[], List[str]]:
     """Returns a module's ``__dir__`` that lists its ``__all__``, `names`, but not what it imports.
     """
-    shown = sorted({*names, *_OF_EVERY_MODULE})
-    return lambda: list(shown)
+    listing = sorted({*names, *_OF_EVERY_MODULE})
+    return lambda: list(listing)

@@ -22,18 +22,18 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(
 class SingleProcess:
     """A single process, without other ranks."""
 
-    alone = True
+    is_single = True
     size, rank = 1, 0
 
-    def check_alike(self, facts: Callable[[], Dict[str, Any]]) -> None:
+    def check_equal(self, facts: Callable[[], Dict[str, Any]]) -> None:
         """Raises on all ranks if a fact differs between them."""
 
-    def do(self, work: Callable[[], Result]) -> Result:
+    def run_together(self, work: Callable[[], Result]) -> Result:
         """Returns ``work()``. If it fails on one rank, the other ranks raise too instead of waiting
         for it."""
         return work()
 
-    def first(self, value: Tensor) -> Tensor:
+    def share_first(self, value: Tensor) -> Tensor:
         """Returns the value of the first rank, on all ranks."""
         return value
 
@@ -45,7 +45,7 @@ class SingleProcess:
         """Returns the sum over ranks."""
         return part
 
-    def deal(self, count: int, work: Callable[[], Tensor]) -> Tuple[int, int]:
+    def split_work(self, count: int, work: Callable[[], Tensor]) -> Tuple[int, int]:
         """Distributes tasks over ranks, in contiguous ranges of about equal work.
 
         Args:
@@ -64,16 +64,16 @@ SINGLE_PROCESS = SingleProcess()
 class ProcessGroupRanks(SingleProcess):
     """The ranks of a process group. All ranks must call the same methods in the same order."""
 
-    alone = False
+    is_single = False
 
     def __init__(self, owner: str, group: "dist.ProcessGroup") -> None:
         self.owner, self.group = owner, group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
-    def check_alike(self, facts: Callable[[], Dict[str, Any]]) -> None:
-        check_alike(self.owner, self.do(facts), self.group)
+    def check_equal(self, facts: Callable[[], Dict[str, Any]]) -> None:
+        check_equal(self.owner, self.run_together(facts), self.group)
 
-    def do(self, work: Callable[[], Result]) -> Result:
+    def run_together(self, work: Callable[[], Result]) -> Result:
         result, error = None, None
         try:
             result = work()
@@ -91,7 +91,7 @@ class ProcessGroupRanks(SingleProcess):
         rank = int(failed.argmax())
         raise RuntimeError(f"{self.owner}: rank {rank} failed: {texts[rank]}")
 
-    def first(self, value: Tensor) -> Tensor:
+    def share_first(self, value: Tensor) -> Tensor:
         broadcast([value], self.group)
         return value
 
@@ -102,12 +102,13 @@ class ProcessGroupRanks(SingleProcess):
         dist.all_reduce(part, group=self.group)
         return part
 
-    def deal(self, count: int, work: Callable[[], Tensor]) -> Tuple[int, int]:
-        each = work()
-        middles = 2 * each.cumsum(0) - each  # a task goes to the rank whose share has its midpoint
-        shares = 2 * each.sum() * torch.arange(self.rank, self.rank + 2) // self.size
+    def split_work(self, count: int, work: Callable[[], Tensor]) -> Tuple[int, int]:
+        sizes = work()
+        midpoints = 2 * sizes.cumsum(
+            0) - sizes  # a task goes to the rank whose share has its midpoint
+        shares = 2 * sizes.sum() * torch.arange(self.rank, self.rank + 2) // self.size
         shares[1] += self.rank + 1 == self.size  # tasks without work at the end go to the last rank
-        begin, end = torch.searchsorted(middles, shares).tolist()
+        begin, end = torch.searchsorted(midpoints, shares).tolist()
         return begin, end
 
 
@@ -133,11 +134,11 @@ def ranks_of(owner: str, group: Any) -> SingleProcess:
 
 def digest(*tensors: Tensor) -> str:
     """Returns a hash of the values of tensors, to compare them between ranks."""
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for tensor in tensors:
-        found.update(memoryview(tensor.contiguous().view(
+        checksum.update(memoryview(tensor.contiguous().view(
             torch.uint8).numpy()))  # type: ignore[arg-type]  # an array is a buffer
-    return found.hexdigest()[:16]
+    return checksum.hexdigest()[:16]
 
 
 def group_of(owner: str, mesh: Any) -> Any:
@@ -156,16 +157,17 @@ def group_of(owner: str, mesh: Any) -> Any:
     return mesh.get_group()
 
 
-def check_alike(owner: str, facts: Dict[str, Any], group: "dist.ProcessGroup") -> None:
+def check_equal(owner: str, facts: Dict[str, Any], group: "dist.ProcessGroup") -> None:
     """Raises on all ranks if a fact differs between them."""
-    of_ranks: List[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, facts, group=group)
-    for rank, others in enumerate(of_ranks):
-        for name in {**of_ranks[0], **others}:
-            first, other = of_ranks[0].get(name), others.get(name)
-            if first != other:
-                raise ValueError(f"{owner}: expected the same on all ranks, got {name} of {first} "
-                                 f"on rank 0 and {other} on rank {rank}")
+    facts_of_ranks: List[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(facts_of_ranks, facts, group=group)
+    for rank, rank_facts in enumerate(facts_of_ranks):
+        for name in {**facts_of_ranks[0], **rank_facts}:
+            first_value, value = facts_of_ranks[0].get(name), rank_facts.get(name)
+            if first_value != value:
+                raise ValueError(
+                    f"{owner}: expected the same on all ranks, got {name} of {first_value} "
+                    f"on rank 0 and {value} on rank {rank}")
 
 
 def broadcast(tensors: List[Tensor], group: "dist.ProcessGroup") -> None:
@@ -173,17 +175,17 @@ def broadcast(tensors: List[Tensor], group: "dist.ProcessGroup") -> None:
     source = dist.get_global_rank(group, 0)
     backends = {device for device, _ in _backends(group)}
     # NCCL cannot broadcast counters, which stay on the host.
-    elsewhere = [tensor for tensor in tensors if tensor.device.type not in backends]
+    other_tensors = [tensor for tensor in tensors if tensor.device.type not in backends]
     for tensor in tensors:
         if tensor.device.type in backends:
             value = tensor.detach().contiguous()
             dist.broadcast(value, source, group=group)
             if value.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(value)
-    if elsewhere:
-        values = [tensor.detach() for tensor in elsewhere]
+    if other_tensors:
+        values = [tensor.detach() for tensor in other_tensors]
         dist.broadcast_object_list(values, source, group=group)
-        for tensor, value in zip(elsewhere, values):
+        for tensor, value in zip(other_tensors, values):
             tensor.detach().copy_(value)
 
 
@@ -204,16 +206,16 @@ class Ragged:
         counts = torch.empty(self.size, dtype=torch.int64, device=device)
         all_gather(counts, torch.full([1], count, device=device), group=group)
         self.counts: List[int] = counts.tolist()
-        self.most, self.total, self.begin = max(self.counts), sum(self.counts), sum(
+        self.max_count, self.total, self.begin = max(self.counts), sum(self.counts), sum(
             self.counts[:self.rank])
 
-    def local(self, whole: Tensor) -> Tensor:
-        return whole[self.begin:self.begin + self.counts[self.rank]]
+    def local(self, batch: Tensor) -> Tensor:
+        return batch[self.begin:self.begin + self.counts[self.rank]]
 
-    def _padded(self, part: Tensor) -> Tensor:
-        missing = self.most - len(part)
-        return part.contiguous() if missing == 0 else torch.cat(
-            [part, part.new_zeros(missing, *part.shape[1:])])
+    def _pad(self, part: Tensor) -> Tensor:
+        padding = self.max_count - len(part)
+        return part.contiguous() if padding == 0 else torch.cat(
+            [part, part.new_zeros(padding, *part.shape[1:])])
 
     def gather(self, part: Tensor) -> Tensor:
         """Returns the parts of all ranks, concatenated."""
@@ -221,41 +223,42 @@ class Ragged:
 
     def start_gather(self, part: Tensor) -> Callable[[], Tensor]:
         """Starts :meth:`gather`. Returns a function that waits for the result."""
-        whole, padded = part.new_empty(self.size * self.most, *part.shape[1:]), self._padded(part)
-        work = all_gather(whole, padded, group=self.group, async_op=True)
+        buffer, padded_part = part.new_empty(self.size * self.max_count,
+                                             *part.shape[1:]), self._pad(part)
+        work = all_gather(buffer, padded_part, group=self.group, async_op=True)
 
-        def gathered() -> Tensor:
+        def finish() -> Tensor:
             work.wait()
-            if self.size * self.most == self.total:
-                return whole
+            if self.size * self.max_count == self.total:
+                return buffer
             return torch.cat(
-                [piece[:count] for piece, count in zip(whole.split(self.most), self.counts)])
+                [slot[:count] for slot, count in zip(buffer.split(self.max_count), self.counts)])
 
-        return gathered
+        return finish
 
-    def scatter(self, whole: Tensor) -> Tensor:
-        """Exchanges slices of `whole` [total, ...]. Returns what all ranks computed for this rank's
+    def scatter(self, batch: Tensor) -> Tensor:
+        """Exchanges slices of `batch` [total, ...]. Returns what all ranks computed for this rank's
         part of the batch, [ranks, local size, ...]."""
-        return self.start_scatter(whole)()
+        return self.start_scatter(batch)()
 
-    def start_scatter(self, whole: Tensor) -> Callable[[], Tensor]:
+    def start_scatter(self, batch: Tensor) -> Callable[[], Tensor]:
         """Starts :meth:`scatter`. Returns a function that waits for the result."""
-        count, whole = self.counts[self.rank], whole.contiguous()
-        parts = whole.new_empty(self.size * count, *whole.shape[1:])
-        work = dist.all_to_all_single(parts, whole, [count] * self.size, self.counts,
+        count, batch = self.counts[self.rank], batch.contiguous()
+        parts = batch.new_empty(self.size * count, *batch.shape[1:])
+        work = dist.all_to_all_single(parts, batch, [count] * self.size, self.counts,
                                       group=self.group, async_op=True)
 
-        def scattered() -> Tensor:
+        def finish() -> Tensor:
             work.wait()
-            return parts.view(self.size, count, *whole.shape[1:])
+            return parts.view(self.size, count, *batch.shape[1:])
 
-        return scattered
+        return finish
 
-    def scattered_back(self, parts: Tensor) -> Tensor:
+    def gather_back(self, parts: Tensor) -> Tensor:
         """Inverts :meth:`scatter`: returns what all ranks sent back for the whole batch, [total,
         ...]."""
-        whole = parts.new_empty(self.total, *parts.shape[2:])
-        dist.all_to_all_single(whole,
+        batch = parts.new_empty(self.total, *parts.shape[2:])
+        dist.all_to_all_single(batch,
                                parts.flatten(0, 1).contiguous(), self.counts,
                                [self.counts[self.rank]] * self.size, group=self.group)
-        return whole
+        return batch

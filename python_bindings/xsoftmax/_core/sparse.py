@@ -61,13 +61,13 @@ def canonical(owner: str, argument: str, matrix: Any,
                          f"{'rows and labels' if kind == 'labels' else 'rows'}, "
                          f"got shape {list(matrix.shape)}")
     try:
-        indptr, indices, data = _arrays_of_rows(matrix)
-        offsets, columns, values = tensor_of(_index(indptr)).long(), tensor_of(
-            _index(indices)), tensor_of(_number(data))
+        indptr, indices, data = _read_rows(matrix)
+        offsets, columns, values = tensor_of(_as_index(indptr)).long(), tensor_of(
+            _as_index(indices)), tensor_of(_as_float(data))
         tensors = torch.ops.xsoftmax.canonical_rows(offsets, columns, values, matrix.shape[1], kind)
     except (ValueError, IndexError) as error:
-        raise _named(owner, argument, str(error)) from error
-    return _assembled(matrix, (indptr, indices, data), tensors, kind)
+        raise _make_error(owner, argument, str(error)) from error
+    return _assemble(matrix, (indptr, indices, data), tensors, kind)
 
 
 def _check_matrix(owner: str, argument: str, matrix: Any, kind: str) -> None:
@@ -84,117 +84,118 @@ def _check_matrix(owner: str, argument: str, matrix: Any, kind: str) -> None:
                          "a row of an array keeps both where it is taken by x[[i]]")
     dtype = getattr(matrix, "dtype", None)  # usually that of `data`, which may be any object
     if not isinstance(dtype, np.dtype):
-        raise _named(owner, argument, "expected parts as arrays, got data without a dtype")
+        raise _make_error(owner, argument, "expected parts as arrays, got data without a dtype")
     if dtype.kind not in "fiub":
         raise TypeError(f"{owner}: expected {argument} of numbers, got dtype {dtype}")
 
 
-def _assembled(matrix: Any, parts: Tuple[np.ndarray, ...], tensors: Any,
-               kind: str) -> "scipy.sparse.csr_matrix":
+def _assemble(matrix: Any, parts: Tuple[np.ndarray, ...], tensors: Any,
+              kind: str) -> "scipy.sparse.csr_matrix":
     """Builds the result of `canonical` from the operator's tensors, or from the parts if they are
     canonical already."""
     import scipy.sparse as sp
 
     if tensors:
         offsets, columns, data = (part.numpy() for part in tensors)
-        narrow = max(len(columns), matrix.shape[1]) < 2**31
-        indptr, indices = (part.astype(np.int32 if narrow else np.int64, copy=False)
+        fits_int32 = max(len(columns), matrix.shape[1]) < 2**31
+        indptr, indices = (part.astype(np.int32 if fits_int32 else np.int64, copy=False)
                            for part in (offsets, columns))
     else:
         indptr, indices, data = parts
         if kind == "labels":
-            ones = data.dtype == np.float32 and (len(data) == 0 or data.min() == data.max() == 1)
-            data = data if ones else np.ones(len(data), np.float32)
+            is_all_ones = data.dtype == np.float32 and (len(data) == 0
+                                                        or data.min() == data.max() == 1)
+            data = data if is_all_ones else np.ones(len(data), np.float32)
         elif kind == "scores":
-            data = _number(data)
+            data = _as_float(data)
         else:
             data = data.astype(np.float32, copy=False)
-        before = (matrix.indptr, matrix.indices, matrix.data) if matrix.format == "csr" else ()
-        if before and all(map(operator.is_, before, (indptr, indices, data))):
+        arrays = (matrix.indptr, matrix.indices, matrix.data) if matrix.format == "csr" else ()
+        if arrays and all(map(operator.is_, arrays, (indptr, indices, data))):
             return matrix
-    kind_of = sp.csr_array if isinstance(matrix, sp.sparray) else sp.csr_matrix
-    result = kind_of((data, indices, indptr), shape=matrix.shape, copy=False)
+    matrix_class = sp.csr_array if isinstance(matrix, sp.sparray) else sp.csr_matrix
+    result = matrix_class((data, indices, indptr), shape=matrix.shape, copy=False)
     if kind != "scores":
         result.has_canonical_format = True
     return result
 
 
-def _arrays_of_rows(matrix: Any) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the result of :func:`_rows_of`. Raises ValueError if parts of a matrix are not
+def _read_rows(matrix: Any) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the result of :func:`_convert_rows`. Raises ValueError if parts of a matrix are not
     arrays."""
     try:
-        return _rows_of(matrix)
+        return _convert_rows(matrix)
     except (AttributeError, TypeError) as error:
         raise ValueError(f"expected parts as arrays, got others: {error}") from error
 
 
-def _rows_of(matrix: Any) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _convert_rows(matrix: Any) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns indptr, indices and data of the rows of a matrix of any format. Those of CSR are not
     checked."""
     import scipy.sparse as sp
 
     shape = matrix.shape
     if matrix.format == "csr":
-        return _trimmed(matrix.indptr, matrix.indices, _array(matrix.data), shape[0])
+        return _trim(matrix.indptr, matrix.indices, _check_array(matrix.data), shape[0])
     if matrix.format in ("csc", "bsr"):
-        _array(matrix.data, 3 if matrix.format == "bsr" else 1)
-        high, wide = matrix.blocksize if matrix.format == "bsr" else (1, 1)
-        if min(high, wide) < 1 or shape[0] % high or shape[1] % wide:
+        _check_array(matrix.data, 3 if matrix.format == "bsr" else 1)
+        block_rows, block_columns = matrix.blocksize if matrix.format == "bsr" else (1, 1)
+        if min(block_rows, block_columns) < 1 or shape[0] % block_rows or shape[1] % block_columns:
             raise ValueError(f"expected blocks that divide the shape {list(shape)}, got "
-                             f"{[high, wide]}")
-        lists, width = (shape[0] // high,
-                        shape[1] // wide) if matrix.format == "bsr" else shape[::-1]
-        indptr, indices, data = _trimmed(matrix.indptr, matrix.indices, matrix.data, lists)
+                             f"{[block_rows, block_columns]}")
+        lists, width = (shape[0] // block_rows,
+                        shape[1] // block_columns) if matrix.format == "bsr" else shape[::-1]
+        indptr, indices, data = _trim(matrix.indptr, matrix.indices, matrix.data, lists)
         _check_lists(indptr, indices, width)
-        make = sp.bsr_matrix if matrix.format == "bsr" else sp.csc_matrix
-        rows = make((_number(data), indices, indptr), shape=shape).tocsr()
+        matrix_class = sp.bsr_matrix if matrix.format == "bsr" else sp.csc_matrix
+        rows = matrix_class((_as_float(data), indices, indptr), shape=shape).tocsr()
         if matrix.format == "bsr":
             rows.eliminate_zeros()  # zeros inside blocks
         return rows.indptr, rows.indices, rows.data
-    row, column, data = _coordinates(matrix)
+    row, column, data = _read_coordinates(matrix)
     for name, index, size in (("rows", row, shape[0]), ("columns", column, shape[1])):
         if len(index) != len(data):
             raise ValueError(f"expected as many {name} as values, got {len(index)} and {len(data)}")
         if len(index) and not (0 <= index.min() and index.max() < size):
             raise ValueError(f"expected {name} in [0, {size}), got {index.min()} to {index.max()}")
-    rows = sp.coo_matrix((_number(data), (row, column)), shape=shape).tocsr()
+    rows = sp.coo_matrix((_as_float(data), (row, column)), shape=shape).tocsr()
     return rows.indptr, rows.indices, rows.data
 
 
-def _coordinates(matrix: Any) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _read_coordinates(matrix: Any) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns row, column and value of each entry of a COO, DOK, LIL or DIA matrix, unchecked."""
     if matrix.format == "coo":
-        return _index(matrix.row), _index(matrix.col), _array(matrix.data)
+        return _as_index(matrix.row), _as_index(matrix.col), _check_array(matrix.data)
     if matrix.format == "dok":
         keys, count = list(matrix.keys()), len(matrix.keys())
-        row, column = (_from_objects((key[axis] for key in keys), np.int64, count)
+        row, column = (_convert_objects((key[axis] for key in keys), np.int64, count)
                        for axis in (0, 1))
-        return row, column, _from_objects(matrix.values(), matrix.dtype, count)
+        return row, column, _convert_objects(matrix.values(), matrix.dtype, count)
     if matrix.format == "lil":
         counts = [
-            _from_objects(map(len, lists), np.int64, len(lists))
-            for lists in (_array(matrix.rows), _array(matrix.data))
+            _convert_objects(map(len, lists), np.int64, len(lists))
+            for lists in (_check_array(matrix.rows), _check_array(matrix.data))
         ]
         if not np.array_equal(counts[0], counts[1]):
             raise ValueError("expected as many columns as values in each row, got others")
         count = int(counts[0].sum())
-        column, data = (_from_objects(itertools.chain.from_iterable(lists), dtype, count)
+        column, data = (_convert_objects(itertools.chain.from_iterable(lists), dtype, count)
                         for lists, dtype in ((matrix.rows, np.int64), (matrix.data, matrix.dtype)))
         return np.repeat(np.arange(len(counts[0])), counts[0]), column, data
-    offsets, data = _index(matrix.offsets), _array(matrix.data, 2)
+    offsets, data = _as_index(matrix.offsets), _check_array(matrix.data, 2)
     if len(offsets) != len(data):
         raise ValueError(f"expected as many offsets as diagonals, got {len(offsets)} and "
                          f"{len(data)}")
     # Other diagonals lie outside of the matrix.
-    inside = (offsets > -matrix.shape[0]) & (offsets < matrix.shape[1])
-    offsets, data = offsets[inside], data[inside, :matrix.shape[1]]
+    has_entries = (offsets > -matrix.shape[0]) & (offsets < matrix.shape[1])
+    offsets, data = offsets[has_entries], data[has_entries, :matrix.shape[1]]
     diagonal, column = data.nonzero()
     row = column - offsets[diagonal]
-    there = (row >= 0) & (row < matrix.shape[0])
-    return row[there], column[there], data[diagonal[there], column[there]]
+    is_inside = (row >= 0) & (row < matrix.shape[0])
+    return row[is_inside], column[is_inside], data[diagonal[is_inside], column[is_inside]]
 
 
-def _from_objects(values: Iterable[Any], dtype: Any, count: int) -> np.ndarray:
+def _convert_objects(values: Iterable[Any], dtype: Any, count: int) -> np.ndarray:
     """Returns Python numbers as an array."""
     try:
         return np.fromiter(values, dtype, count)
@@ -202,14 +203,14 @@ def _from_objects(values: Iterable[Any], dtype: Any, count: int) -> np.ndarray:
         raise ValueError(f"expected numbers of {np.dtype(dtype)}, got others: {error}") from error
 
 
-def _trimmed(indptr: Any, indices: Any, data: Any,
-             lists: int) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _trim(indptr: Any, indices: Any, data: Any,
+          lists: int) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the parts of a matrix of `lists` rows or columns, without unused entries after the
     last one."""
-    if len(_index(indptr)) != lists + 1:
+    if len(_as_index(indptr)) != lists + 1:
         raise ValueError(f"expected {lists + 1} offsets, got {len(indptr)}")
     count = int(indptr[-1])
-    if not 0 <= count <= min(len(_index(indices)), len(data)):
+    if not 0 <= count <= min(len(_as_index(indices)), len(data)):
         raise ValueError(f"expected offsets that end at most at {min(len(indices), len(data))}, "
                          f"the entries, got {count}")
     return indptr, indices if len(indices) == count else indices[:count], data if len(
@@ -224,7 +225,7 @@ def _check_lists(indptr: np.ndarray, indices: np.ndarray, width: int) -> None:
                          f"{indices.max()}")
 
 
-def _named(owner: str, argument: str, reason: str) -> ValueError:
+def _make_error(owner: str, argument: str, reason: str) -> ValueError:
     """Returns the error for inconsistent parts of a matrix, naming the caller and its argument."""
     reason = reason.removeprefix("canonical_rows: ").removeprefix("expected ")
     if reason.startswith("values "):
@@ -233,21 +234,21 @@ def _named(owner: str, argument: str, reason: str) -> ValueError:
                       f"contradict each other (expected {reason})")
 
 
-def _array(part: Any, dimensions: int = 1) -> np.ndarray:
+def _check_array(part: Any, dimensions: int = 1) -> np.ndarray:
     if not isinstance(part, np.ndarray) or part.ndim != dimensions:
         raise ValueError(f"expected parts as arrays of {dimensions} dimensions, got "
                          f"{type(part).__name__} of shape {list(np.shape(part))}")
     return part
 
 
-def _index(part: Any) -> np.ndarray:
+def _as_index(part: Any) -> np.ndarray:
     """Returns indices as int32 or int64."""
-    if _array(part).dtype.kind not in "iu":
+    if _check_array(part).dtype.kind not in "iu":
         raise ValueError(f"expected indices of an integer dtype, got {part.dtype}")
     return part if part.dtype in (np.int32, np.int64) else part.astype(np.int64)
 
 
-def _number(data: np.ndarray) -> np.ndarray:
+def _as_float(data: np.ndarray) -> np.ndarray:
     """Returns values as float32 or float64, so that none underflows to 0 or overflows."""
     if data.dtype in (np.float32, np.float64):
         return data
@@ -286,12 +287,12 @@ def query_tensors(owner: str, argument: str, matrix: Any) -> Tuple[Tensor, Tenso
             return torch.from_numpy(indptr), torch.from_numpy(indices), torch.from_numpy(data)
     _check_matrix(owner, argument, matrix, "features")
     try:
-        indptr, indices, data = _arrays_of_rows(matrix)
+        indptr, indices, data = _read_rows(matrix)
         with np.errstate(over="ignore"):
-            return tensor_of(_index(indptr)), tensor_of(_index(indices)), tensor_of(
+            return tensor_of(_as_index(indptr)), tensor_of(_as_index(indices)), tensor_of(
                 data.astype(np.float32, copy=False))
     except ValueError as error:
-        raise _named(owner, argument, str(error)) from error
+        raise _make_error(owner, argument, str(error)) from error
 
 
 def index_tensors(matrix: "scipy.sparse.csr_matrix",

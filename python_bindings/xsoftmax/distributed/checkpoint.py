@@ -72,7 +72,7 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
                                   f"which is in {path}")
         for name in os.listdir(folder):
             if name.startswith(_HIDDEN):
-                _remove_abandoned(owner, os.path.join(folder, name), hidden)
+                _remove_abandoned_draft(owner, os.path.join(folder, name), hidden)
         os.mkdir(hidden)
         lock.append(os.open(hidden, os.O_RDONLY))
         if is_locked(lock[0]) or not is_named(hidden, lock[0]):
@@ -82,20 +82,23 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
         _sync(hidden)
         os.rename(hidden, path)
         _sync(folder)
-        for old in [old for old in _steps(folder) if old <= step][:-keep]:
+        for old_step in [old_step for old_step in _steps(folder) if old_step <= step][:-keep]:
             # Rename first, because a partly removed folder is not a checkpoint.
-            os.rename(_path(folder, old), f"{hidden}-{old}")
-            shutil.rmtree(f"{hidden}-{old}")
+            os.rename(_path(folder, old_step), f"{hidden}-{old_step}")
+            shutil.rmtree(f"{hidden}-{old_step}")
         return path
 
     try:
-        _by_first_rank(begin)
-        whole = {name: _saved(value) for name, value in _with_generators(state).items()}
+        _call_on_first_rank(begin)
+        state_dicts = {
+            name: _collect_state(value)
+            for name, value in _add_generators(state).items()
+        }
         # values that are the same on all ranks are written by only one of them
         planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        with _plain_errors(owner, hidden):
-            dcp.save(whole, storage_writer=dcp.FileSystemWriter(hidden), planner=planner)
-        return _by_first_rank(end)
+        with _simplify_errors(owner, hidden):
+            dcp.save(state_dicts, storage_writer=dcp.FileSystemWriter(hidden), planner=planner)
+        return _call_on_first_rank(end)
     finally:
         for descriptor in lock:
             os.close(descriptor)
@@ -139,50 +142,50 @@ def load_checkpoint(folder: str, state: Dict[str, Any],
                                     f"{step}")
         return step if step is not None or not steps else steps[-1]
 
-    found = _by_first_rank(find)
-    if found is None:
+    chosen_step = _call_on_first_rank(find)
+    if chosen_step is None:
         return None
-    reader = dcp.FileSystemReader(_path(folder, found))
+    reader = dcp.FileSystemReader(_path(folder, chosen_step))
     metadata = reader.read_metadata()
-    saved = {path[0] for path in metadata.planner_data.values()}
+    saved_names = {path[0] for path in metadata.planner_data.values()}
     for name in state:
-        if name not in saved:
-            raise KeyError(f"{owner}: expected names out of {sorted(saved - {_RANDOM})} of "
-                           f"{_path(folder, found)}, got {name!r}")
-    everything = _with_generators(state)
-    target = {name: _target(owner, name, value, metadata) for name, value in everything.items()}
+        if name not in saved_names:
+            raise KeyError(f"{owner}: expected names out of {sorted(saved_names - {_RANDOM})} of "
+                           f"{_path(folder, chosen_step)}, got {name!r}")
+    objects = _add_generators(state)
+    target = {name: _target(owner, name, value, metadata) for name, value in objects.items()}
     # Load optimizer state first, into separate memory: if an optimizer refuses it, the rest, which
     # is loaded directly into the models, has not been read yet.
     optimizers = {
         name: value
-        for name, value in everything.items() if isinstance(value, torch.optim.Optimizer)
+        for name, value in objects.items() if isinstance(value, torch.optim.Optimizer)
     }
-    of_optimizers, others = ({
+    optimizer_targets, other_targets = ({
         name: part
-        for name, part in target.items() if (name in optimizers) == own
-    } for own in (True, False))
+        for name, part in target.items() if (name in optimizers) == is_optimizer
+    } for is_optimizer in (True, False))
 
     def check_optimizers() -> None:
         for name, optimizer in optimizers.items():
-            _check_optimizer(owner, name, optimizer, of_optimizers[name])
+            _check_optimizer(owner, name, optimizer, optimizer_targets[name])
 
-    with _plain_errors(owner, _path(folder, found)):
+    with _simplify_errors(owner, _path(folder, chosen_step)):
         if optimizers:
-            dcp.load(of_optimizers, storage_reader=reader)
-            _on_all_ranks(check_optimizers)
-        for tensor in tree_leaves(others):
+            dcp.load(optimizer_targets, storage_reader=reader)
+            _check_on_all_ranks(check_optimizers)
+        for tensor in tree_leaves(other_targets):
             if isinstance(tensor, Tensor):
                 torch.ops.xsoftmax.mapped_table_changes(
                     tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-        dcp.load(others, storage_reader=reader)
-    for name, value in everything.items():
+        dcp.load(other_targets, storage_reader=reader)
+    for name, value in objects.items():
         if name in optimizers:
-            value.load_state_dict(state_of_rank(value, of_optimizers[name]))
+            value.load_state_dict(state_of_rank(value, optimizer_targets[name]))
         elif hasattr(value, "load_state_dict"):
-            value.load_state_dict(others[name])
+            value.load_state_dict(other_targets[name])
         elif not isinstance(value, Tensor):
-            state[name] = others[name]
-    return found
+            state[name] = other_targets[name]
+    return chosen_step
 
 
 def latest_checkpoint(folder: str) -> Optional[str]:
@@ -202,7 +205,7 @@ def _steps(folder: str) -> List[int]:
 
 
 @contextlib.contextmanager
-def _plain_errors(owner: str, path: str) -> Iterator[None]:
+def _simplify_errors(owner: str, path: str) -> Iterator[None]:
     """Suppresses the warning about a single process, and turns a failure on any rank into a
     RuntimeError on all ranks, because CheckpointException is not an Exception."""
     try:
@@ -215,7 +218,7 @@ def _plain_errors(owner: str, path: str) -> Iterator[None]:
         raise RuntimeError(f"{owner}: {path}: {reasons}") from error
 
 
-def _remove_abandoned(owner: str, draft: str, hidden: str) -> None:
+def _remove_abandoned_draft(owner: str, draft: str, hidden: str) -> None:
     """Removes the remains of a killed job, unless another job holds the lock."""
     descriptor = os.open(draft, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -239,7 +242,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _by_first_rank(function: Callable[[], Any]) -> Any:
+def _call_on_first_rank(function: Callable[[], Any]) -> Any:
     """Calls the function on the first rank, and returns its result or raises its error on all."""
     answer = [None, None]
     if _rank() == 0:
@@ -254,7 +257,7 @@ def _by_first_rank(function: Callable[[], Any]) -> Any:
     return answer[0]
 
 
-def _on_all_ranks(check: Callable[[], None]) -> None:
+def _check_on_all_ranks(check: Callable[[], None]) -> None:
     """Runs a check on all ranks, and raises an error of any rank on all of them."""
     reason: Optional[Exception] = None
     try:
@@ -265,9 +268,9 @@ def _on_all_ranks(check: Callable[[], None]) -> None:
     if dist.is_initialized():
         reasons = [None] * dist.get_world_size()
         dist.all_gather_object(reasons, reason)
-    for each in reasons:
-        if each is not None:
-            raise each
+    for error_of_rank in reasons:
+        if error_of_rank is not None:
+            raise error_of_rank
 
 
 def _check_optimizer(owner: str, name: str, optimizer: torch.optim.Optimizer,
@@ -308,22 +311,22 @@ def _check_names(owner: str, state: Dict[str, Any]) -> None:
                          "generators, which are saved without being named")
 
 
-def _with_generators(state: Dict[str, Any]) -> Dict[str, Any]:
+def _add_generators(state: Dict[str, Any]) -> Dict[str, Any]:
     """Returns the objects to save or load under each name: with models unwrapped from
     DistributedDataParallel, and with the generators of this rank."""
     generators = {"cpu": torch.default_generator}
     if torch.cuda.is_initialized():
         generators["cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
-    everything = {_RANDOM: _Generators(generators)}
+    objects = {_RANDOM: _Generators(generators)}
     for name, value in state.items():
         if isinstance(value, nn.parallel.DistributedDataParallel):
             value = value.module
-        everything[name] = _Generators({"generator": value}) if isinstance(
-            value, torch.Generator) else value
-    return everything
+        objects[name] = _Generators({"generator": value}) if isinstance(value,
+                                                                        torch.Generator) else value
+    return objects
 
 
-def _saved(value: Any) -> Any:
+def _collect_state(value: Any) -> Any:
     if isinstance(value, torch.optim.Optimizer):
         return whole_state(value, value.state_dict())
     return value.state_dict() if hasattr(value, "state_dict") else value
@@ -338,7 +341,7 @@ def _target(owner: str, name: str, value: Any, metadata: Metadata) -> Any:
     if isinstance(value, _Generators):
         return {text: state for text, state in value.state_dict().items() if (name, text) in paths}
     if not isinstance(value, torch.optim.Optimizer):
-        return _saved(value)
+        return _collect_state(value)
     # An optimizer creates its state in its first step, so take the layout from the checkpoint.
     params = [param for group in value.param_groups for param in group["params"]]
     state: Dict[int, Dict[str, Any]] = {}

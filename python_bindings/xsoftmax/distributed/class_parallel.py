@@ -12,17 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._core.memory import device_of_values, table_empty
 from .._core.options import option_text
 from .._core.placement import attach, table_of
-from .._core.ranks import Ragged, broadcast, check_alike, group_of
+from .._core.ranks import Ragged, broadcast, check_equal, group_of
 from ..tables.table_module import TableModule, flat_queries, refuse_data_parallel
 from ..estimators import is_registered
 from ..losses.linear_cross_entropy import LinearCrossEntropyLoss
 from ..losses.linear_loss import LinearLoss
 from ..losses.sampled_softmax_loss import SampledSoftmaxLoss
 from ..samplers import columns_of
-from .candidates import candidate_numbers, draws_for_a_part, drawing_for, of_rank, without_a_draw
+from .candidates import (can_draw_for_part, candidate_numbers, draw_for_part, remove_a_draw,
+                         restrict_to_rank)
 from .exchange import (ClassShards, FetchRows, GatherQueries, ScaleGradient, ScatterShares,
                        ScoresOfAll, SumOverRanks, rank_generator, row_requests,
-                       start_same_generator, unique_of)
+                       start_same_generator, find_unique)
 from .midx import ask_owners, check_sampler, split_sampler
 from .models import facts_of, leave_out
 from .state import ShardedTable, rows_of_all, rows_of_rank
@@ -37,17 +38,17 @@ class ShardedLoss(LinearLoss):
     """A loss after :func:`shard_classes`. All ranks call its methods together."""
     def _shard(self, shards: ClassShards, exchange: str) -> None:
         linear, self._shards, self._exchange = self.linear, shards, exchange
-        is_made, split = not linear.weight.is_meta, ShardedTable(shards)
-        attach(split, self)
+        has_values, sharded_table = not linear.weight.is_meta, ShardedTable(shards)
+        attach(sharded_table, self)
         for name, table in list(linear.named_parameters()):
             rows = shards.local(table.detach())
-            rows = rows.clone() if is_made else table_empty(*rows.shape, dtype=rows.dtype,
-                                                            device=shards.mesh.device_type)
+            rows = rows.clone() if has_values else table_empty(*rows.shape, dtype=rows.dtype,
+                                                               device=shards.mesh.device_type)
             local = nn.Parameter(rows, requires_grad=table.requires_grad)
-            attach(split, local)
+            attach(sharded_table, local)
             setattr(linear, name, local)
         linear.out_features = shards.end - shards.begin
-        if not is_made:
+        if not has_values:
             with rank_generator(shards), torch.no_grad():
                 linear.reset_parameters()
             self.to(linear.weight.device)
@@ -70,14 +71,15 @@ class ShardedLoss(LinearLoss):
     def _counts(self, target: Tensor) -> Tensor:
         """Returns the weight of each query in a mean; 0 if its target is ignored."""
         counts = target != self.ignore_index
-        bad = counts & ((target < 0) | (target >= self.num_classes))
-        if bad.any():
-            raise IndexError(f"{self._name}: expected target in [0, {self.num_classes}) or "
-                             f"ignore_index {self.ignore_index}, got {target[bad][0].item()}")
+        is_invalid = counts & ((target < 0) | (target >= self.num_classes))
+        if is_invalid.any():
+            raise IndexError(
+                f"{self._name}: expected target in [0, {self.num_classes}) or "
+                f"ignore_index {self.ignore_index}, got {target[is_invalid][0].item()}")
         return counts.to(torch.float32) if self.weight is None else torch.where(
             counts, self.weight[torch.where(counts, target, 0)], 0.0)
 
-    def _scaled(self, queries: Tensor) -> Tensor:
+    def _scale_gradient(self, queries: Tensor) -> Tensor:
         # The loss is that of the whole batch. Data parallelism averages the encoder's gradients
         # over ranks instead of summing them, which this factor corrects.
         return queries if self.reduction == "none" else ScaleGradient.apply(
@@ -91,9 +93,9 @@ class ShardedLoss(LinearLoss):
         if len(weight) == 0:
             return queries.new_full([len(queries)], -torch.inf, dtype=self._accumulation(queries))
         first = queries.new_zeros(len(queries), dtype=torch.int64)
-        above = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, first, None,
-                                                        f"reduction=none,ignore_index={NO_CLASS}")
-        return above + self._scores(queries, first)
+        difference = torch.ops.xsoftmax.linear_cross_entropy(
+            queries, weight, bias, first, None, f"reduction=none,ignore_index={NO_CLASS}")
+        return difference + self._scores(queries, first)
 
     def _accumulation(self, queries: Tensor) -> torch.dtype:
         return torch.float64 if queries.dtype == torch.float64 else torch.float32
@@ -106,44 +108,46 @@ class ShardedLoss(LinearLoss):
             0, rows).to(dtype)
 
     def exact(self, input: Tensor, target: Tensor, target_prob: Optional[Tensor] = None) -> Tensor:
-        self._whole_only(target_prob is None, "target_prob")
+        self._refuse_argument(target_prob is None, "target_prob")
         self.catch_up()
         queries, batch = self._batch(input, target)
         targets = batch.gather(target.reshape(-1))
         # Ignored queries may be NaN, and 0 * NaN would reach the gradient of the table.
-        everyone = torch.where((targets != self.ignore_index).unsqueeze(1),
-                               GatherQueries.apply(self._scaled(queries), batch), 0.0)
+        all_queries = torch.where((targets != self.ignore_index).unsqueeze(1),
+                                  GatherQueries.apply(self._scale_gradient(queries), batch), 0.0)
         counts = self._counts(targets)
-        shares = [self._log_normalizers(everyone), self._target_scores(everyone, targets)]
+        shares = [self._log_normalizers(all_queries), self._target_scores(all_queries, targets)]
         if self.label_smoothing != 0.0:
-            shares.append(self._scores_summed(everyone) / self.num_classes)
+            shares.append(self._sum_scores(all_queries) / self.num_classes)
         normalizers, *scores = ScatterShares.apply(torch.stack(shares, 1), batch).unbind(2)
         normalizer, score = normalizers.logsumexp(0), scores[0].sum(0)
         if self.label_smoothing != 0.0:
             score = (1 - self.label_smoothing) * score + self.label_smoothing * scores[1].sum(0)
-        return self._reduced(self._weighted(normalizer - score, target), target, counts)
+        return self._reduce_over_ranks(self._weigh_losses(normalizer - score, target), target,
+                                       counts)
 
     def _target_scores(self, queries: Tensor, targets: Tensor) -> Tensor:
         """Returns the scores of the targets held by this rank; 0 for other targets."""
         shards = self._shards
         if shards.end == shards.begin:
             return queries.new_zeros(len(queries), dtype=self._accumulation(queries))
-        mine = shards.here(targets) & (targets != self.ignore_index)
-        return torch.where(mine, self._scores(queries, torch.where(mine, targets - shards.begin,
-                                                                   0)), 0.0)
+        is_local = shards.contains(targets) & (targets != self.ignore_index)
+        return torch.where(is_local,
+                           self._scores(queries, torch.where(is_local, targets - shards.begin, 0)),
+                           0.0)
 
-    def _scores_summed(self, queries: Tensor) -> Tensor:
+    def _sum_scores(self, queries: Tensor) -> Tensor:
         dtype = self._accumulation(queries)
         sums = queries.to(dtype) @ self.linear.weight.sum(0, dtype=dtype)
         return sums if self.linear.bias is None else sums + self.linear.bias.sum(dtype=dtype)
 
-    def _weighted(self, loss: Tensor, target: Tensor) -> Tensor:
+    def _weigh_losses(self, loss: Tensor, target: Tensor) -> Tensor:
         """Returns the losses of this rank's queries, [*] or their sum."""
         options = option_text(reduction="none" if self.reduction == "none" else "sum",
                               ignore_index=self.ignore_index)
         return torch.ops.xsoftmax.reduced_loss(loss, target, self.weight, options)
 
-    def _reduced(self, loss: Tensor, target: Tensor, counts: Tensor) -> Tensor:
+    def _reduce_over_ranks(self, loss: Tensor, target: Tensor, counts: Tensor) -> Tensor:
         """Computes the loss over all ranks from that of this rank's queries. Its gradient is that
         of this rank's part."""
         if self.reduction == "none":
@@ -151,8 +155,8 @@ class ShardedLoss(LinearLoss):
         return SumOverRanks.apply(
             loss, self._shards.group) / (counts.sum() if self.reduction == "mean" else 1)
 
-    def _whole_only(self, absent: bool, argument: str) -> None:
-        if not absent:
+    def _refuse_argument(self, is_absent: bool, argument: str) -> None:
+        if not is_absent:
             raise ValueError(f"{self._name}: expected no {argument} with a table that is split "
                              "over ranks, got some: replicate it")
 
@@ -162,88 +166,97 @@ class ShardedLoss(LinearLoss):
 
     @torch.no_grad()
     def log_prob(self, input: Tensor, ids: Optional[Tensor] = None) -> Tensor:
-        self._whole_only(ids is None, "ids")
+        self._refuse_argument(ids is None, "ids")
         self.catch_up()
         shards = self._shards
         queries, batch = self._batch(input, None)
         # [all ranks' queries, classes of this rank]
         logits = torch.ops.xsoftmax.linear_scores(batch.gather(queries), self.linear.weight,
                                                   self.linear.bias)
-        missing = shards.chunk - logits.shape[1]
-        whole = batch.scatter(nn.functional.pad(logits, (0, missing))).transpose(0, 1).flatten(1)
-        return whole[:, :self.num_classes].log_softmax(-1).reshape(*input.shape[:-1],
-                                                                   self.num_classes)
+        padding = shards.chunk - logits.shape[1]
+        all_logits = batch.scatter(nn.functional.pad(logits, (0, padding))).transpose(0,
+                                                                                      1).flatten(1)
+        return all_logits[:, :self.num_classes].log_softmax(-1).reshape(
+            *input.shape[:-1], self.num_classes)
 
     @torch.no_grad()
     def topk(self, input: Tensor, k: int,
              exclude: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
         self.catch_up()
-        shards, k = self._shards, self._best(k)
+        shards, k = self._shards, self._check_k(k)
         # All ranks request the same number: the maximum over ranks.
-        most = torch.tensor(self._with_excluded(k, input, exclude), device=input.device)
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=shards.group)
-        wanted = int(most)
+        largest_size = torch.tensor(self._add_excluded(k, input, exclude), device=input.device)
+        torch.distributed.all_reduce(largest_size, torch.distributed.ReduceOp.MAX,
+                                     group=shards.group)
+        size = int(largest_size)
         queries, batch = self._batch(input, None)
-        everyone = batch.gather(queries)
-        log_z = self._log_normalizers(everyone)
-        known = min(wanted, shards.end - shards.begin)
-        values = log_z.new_full([batch.total, wanted], -torch.inf)
-        classes = torch.zeros(batch.total, wanted, dtype=torch.int64, device=values.device)
-        if known > 0:
-            best, rows = torch.ops.xsoftmax.linear_topk(everyone, self.linear.weight,
-                                                        self.linear.bias, known)
-            values[:, :known], classes[:, :known] = best + log_z.unsqueeze(1), rows + shards.begin
+        all_queries = batch.gather(queries)
+        log_z = self._log_normalizers(all_queries)
+        local_size = min(size, shards.end - shards.begin)
+        values = log_z.new_full([batch.total, size], -torch.inf)
+        classes = torch.zeros(batch.total, size, dtype=torch.int64, device=values.device)
+        if local_size > 0:
+            best, rows = torch.ops.xsoftmax.linear_topk(all_queries, self.linear.weight,
+                                                        self.linear.bias, local_size)
+            values[:, :local_size], classes[:, :local_size] = best + log_z.unsqueeze(
+                1), rows + shards.begin
         values, classes = (batch.scatter(part).transpose(0, 1).flatten(1)
                            for part in (values, classes))
-        best, places = values.topk(wanted)
-        return self._without_excluded(best - batch.scatter(log_z).logsumexp(0).unsqueeze(1),
-                                      classes.gather(1, places), k, input, exclude)
+        best, places = values.topk(size)
+        return self._drop_excluded(best - batch.scatter(log_z).logsumexp(0).unsqueeze(1),
+                                   classes.gather(1, places), k, input, exclude)
 
     # ---- sampled loss
 
-    def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator],
-                 negatives: Optional[Tensor], negative_log_count: Optional[Tensor], is_step: bool,
-                 target_prob: Optional[Tensor] = None) -> Tensor:
-        self._whole_only(negatives is None and negative_log_count is None, "negatives")
-        self._whole_only(target_prob is None, "target_prob")
+    def _compute_sampled_loss(self, input: Tensor, target: Tensor,
+                              generator: Optional[torch.Generator], negatives: Optional[Tensor],
+                              negative_log_count: Optional[Tensor], is_step: bool,
+                              target_prob: Optional[Tensor] = None) -> Tensor:
+        self._refuse_argument(negatives is None and negative_log_count is None, "negatives")
+        self._refuse_argument(target_prob is None, "target_prob")
         queries, batch = self._batch(input, target)
         target_ids = target.reshape(-1)
-        seen = torch.where((target_ids != self.ignore_index).unsqueeze(1), queries.detach(), 0.0)
-        by_queries = self._exchange == "queries" or (self._exchange == "auto"
-                                                     and self._takes_queries(batch))
-        ask_owners(self.sampler, not by_queries)
+        sampler_queries = torch.where((target_ids != self.ignore_index).unsqueeze(1),
+                                      queries.detach(), 0.0)
+        exchanges_queries = self._exchange == "queries" or (self._exchange == "auto"
+                                                            and self._prefers_queries(batch))
+        ask_owners(self.sampler, not exchanges_queries)
         # Start the exchanges that must finish before sampling together, so that they overlap.
-        started = start_same_generator(generator, queries.device, self._shards.group)
-        everyone = batch.start_gather(seen) if by_queries or self._draws_by_all_queries() else None
+        finish_generator = start_same_generator(generator, queries.device, self._shards.group)
+        finish_queries = batch.start_gather(
+            sampler_queries) if exchanges_queries or self._needs_all_queries() else None
         targets = batch.gather(target_ids)
         counts = self._counts(targets)
-        shown, generator = torch.where(targets == self.ignore_index, -1, targets), started()
+        sampler_targets, generator = torch.where(targets == self.ignore_index, -1,
+                                                 targets), finish_generator()
         if is_step:
             self.sampler.prepare(self.linear.weight, self.linear.bias, generator)
-        if by_queries:
+        if exchanges_queries:
             loss = self._loss_by_queries(
-                self._scaled(queries),
+                self._scale_gradient(queries),
                 target,
                 batch,
-                everyone,  # type: ignore[arg-type]
-                shown,
+                finish_queries,  # type: ignore[arg-type]
+                sampler_targets,
                 generator)
         else:
-            loss = self._loss_by_rows(self._scaled(queries), target, batch,
-                                      seen if everyone is None else everyone(), shown, generator)
-        return self._reduced(loss, target, counts)
+            loss = self._loss_by_rows(
+                self._scale_gradient(queries), target, batch,
+                sampler_queries if finish_queries is None else finish_queries(), sampler_targets,
+                generator)
+        return self._reduce_over_ranks(loss, target, counts)
 
-    def _draws_by_all_queries(self) -> bool:
-        return self.sampler.follows_table and not draws_for_a_part(self.sampler)
+    def _needs_all_queries(self) -> bool:
+        return self.sampler.follows_table and not can_draw_for_part(self.sampler)
 
-    def _takes_queries(self, batch: Ragged) -> bool:
+    def _prefers_queries(self, batch: Ragged) -> bool:
         """Returns whether to exchange queries: if there are fewer queries in total than rows that
         one rank needs for its part of them, or if sampling needs all queries anyway."""
         shared, private = candidate_numbers(self.sampler, batch.total)
-        are_fewer = batch.total < shared + self.head.numel() + (private +
-                                                                1) * batch.total / batch.size
+        has_fewer_queries = batch.total < shared + self.head.numel() + (
+            private + 1) * batch.total / batch.size
         return torch.ops.xsoftmax.estimator_is_joined(
-            self.estimator) and (are_fewer or self._draws_by_all_queries())
+            self.estimator) and (has_fewer_queries or self._needs_all_queries())
 
     def _shared_log_z(self, device: Device) -> Optional[Tensor]:
         if self.log_z is not None:
@@ -251,27 +264,29 @@ class ShardedLoss(LinearLoss):
         return None if self.fixed_log_z == 0.0 else torch.full([], self.fixed_log_z, device=device)
 
     def _loss_by_queries(self, queries: Tensor, target: Tensor, batch: Ragged,
-                         gathered: Callable[[], Tensor], shown: Tensor,
+                         finish_queries: Callable[[], Tensor], sampler_targets: Tensor,
                          generator: torch.Generator) -> Tensor:
-        """Computes the loss with every rank scoring its classes for all queries. `gathered` waits
-        for these queries."""
+        """Computes the loss with every rank scoring its classes for all queries.
+        `finish_queries` waits for these queries."""
         shards, linear = self._shards, self.linear
         # If sampling does not depend on the queries, it overlaps with their exchange.
-        follows = self.sampler.follows_table
-        everyone = gathered() if follows else self._no_queries(batch)
-        sets = self.propose(everyone, shown, generator)
+        follows_table = self.sampler.follows_table
+        all_queries = finish_queries() if follows_table else self._make_placeholder(batch)
+        sets = self.propose(all_queries, sampler_targets, generator)
         if torch.ops.xsoftmax.estimator_replaces_a_sample(self.estimator):
-            sets = without_a_draw(sets, shown, shards.group)
-        sets = sorted((of_rank(part, shards) for part in sets), key=lambda part:
+            sets = remove_a_draw(sets, sampler_targets, shards.group)
+        sets = sorted((restrict_to_rank(part, shards) for part in sets), key=lambda part:
                       (part.ids.dim() == 1, not part.distinct))
-        known = torch.where(shards.here(shown), shown - shards.begin, -1)
-        everyone = everyone if follows else gathered()
-        private = torch.cat(
-            [known.clamp(min=0).unsqueeze(1), *(part.ids for part in sets if part.ids.dim() == 2)],
-            1)
+        local_targets = torch.where(shards.contains(sampler_targets),
+                                    sampler_targets - shards.begin, -1)
+        all_queries = all_queries if follows_table else finish_queries()
+        private = torch.cat([
+            local_targets.clamp(min=0).unsqueeze(1), *(part.ids
+                                                       for part in sets if part.ids.dim() == 2)
+        ], 1)
         shared = [part.ids for part in sets if part.ids.dim() == 1]
-        scores = ScoresOfAll.apply(queries, linear.weight, linear.bias, everyone, shown >= 0,
-                                   private,
+        scores = ScoresOfAll.apply(queries, linear.weight, linear.bias, all_queries, sampler_targets
+                                   >= 0, private,
                                    torch.cat(shared) if shared else None, batch, self.sparse_grad)
         log_z = self._shared_log_z(queries.device)
         options = option_text(estimator=self.estimator,
@@ -279,36 +294,37 @@ class ShardedLoss(LinearLoss):
                               label_smoothing=self.label_smoothing)
         columns = columns_of(sets)
         shares = torch.ops.xsoftmax.candidate_shares(scores if log_z is None else scores - log_z,
-                                                     known, *columns, options)
+                                                     local_targets, *columns, options)
         loss = torch.ops.xsoftmax.loss_of_shares(ScatterShares.apply(shares, batch), columns[-1],
                                                  options)
-        return self._weighted(loss, target)
+        return self._weigh_losses(loss, target)
 
-    def _no_queries(self, batch: Ragged) -> Tensor:
+    def _make_placeholder(self, batch: Ragged) -> Tensor:
         """Returns a placeholder for the queries of all ranks, if only their number matters."""
         return self.linear.weight.new_zeros(1, 1).expand(batch.total, self.in_features)
 
-    def _loss_by_rows(self, queries: Tensor, target: Tensor, batch: Ragged, seen: Tensor,
-                      shown: Tensor, generator: torch.Generator) -> Tensor:
-        """Computes the loss with every rank fetching the rows that its queries need. `seen` holds
-        the queries used for sampling: this rank's or those of all ranks."""
-        mine = batch.local(shown)
-        if draws_for_a_part(self.sampler):
-            with drawing_for(self.sampler, batch.begin):
+    def _loss_by_rows(self, queries: Tensor, target: Tensor, batch: Ragged, sampler_queries: Tensor,
+                      sampler_targets: Tensor, generator: torch.Generator) -> Tensor:
+        """Computes the loss with every rank fetching the rows that its queries need.
+        `sampler_queries` are those of this rank or of all ranks."""
+        local_targets = batch.local(sampler_targets)
+        if can_draw_for_part(self.sampler):
+            with draw_for_part(self.sampler, batch.begin):
                 ids, log_count, target_log_count, distinct = columns_of(
-                    self.propose(seen, mine, generator))
+                    self.propose(sampler_queries, local_targets, generator))
         else:  # sample for the whole batch
-            everyone = seen if self.sampler.follows_table else self._no_queries(batch)
+            all_queries = sampler_queries if self.sampler.follows_table else self._make_placeholder(
+                batch)
             ids, log_count, target_log_count, distinct = columns_of(
-                self.propose(everyone, shown, generator))
+                self.propose(all_queries, sampler_targets, generator))
             ids, log_count = ([batch.local(part) if part.dim() == 2 else part for part in parts]
                               for parts in (ids, log_count))
             target_log_count = [
                 None if part is None else batch.local(part) for part in target_log_count
             ]
-        classes, places = unique_of([mine[mine >= 0], *ids])
-        known = torch.full_like(mine, NO_CLASS)
-        known[mine >= 0] = places[0]
+        classes, places = find_unique([local_targets[local_targets >= 0], *ids])
+        target_places = torch.full_like(local_targets, NO_CLASS)
+        target_places[local_targets >= 0] = places[0]
         requests = row_requests(self._name, "candidates", classes, self._shards)
         weight = FetchRows.apply(self.linear.weight, requests, self.sparse_grad)
         bias = None if self.linear.bias is None else FetchRows.apply(self.linear.bias, requests,
@@ -319,7 +335,7 @@ class ShardedLoss(LinearLoss):
             "reduction": "none" if self.reduction == "none" else "sum"
         }
         return torch.ops.xsoftmax.sampled_softmax_loss(
-            queries, weight, bias, known, places[1:], log_count, target_log_count,
+            queries, weight, bias, target_places, places[1:], log_count, target_log_count,
             distinct, None if self.weight is None else self.weight[classes],
             self._shared_log_z(queries.device), option_text(**options))
 
@@ -432,7 +448,7 @@ def shard_classes(model: nn.Module, mesh: Optional[DeviceMesh] = None, *,
     losses = [table for table in tables if isinstance(table, LinearLoss)]
     for loss in losses:
         check_splits(owner, loss, exchange)
-    check_alike(owner, {"exchange": exchange, **facts_of(tables)}, group)
+    check_equal(owner, {"exchange": exchange, **facts_of(tables)}, group)
     if mesh is None:
         mesh = dist.device_mesh.DeviceMesh.from_group(
             group,

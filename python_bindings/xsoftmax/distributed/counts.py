@@ -5,11 +5,11 @@ from typing import Optional
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._core.ranks import ProcessGroupRanks, broadcast, check_alike, group_of
+from .._core.ranks import ProcessGroupRanks, broadcast, check_equal, group_of
 from ..samplers import StreamingCounts
 
 
-def count_over(model: nn.Module, group: dist.ProcessGroup) -> None:
+def count_over_ranks(model: nn.Module, group: dist.ProcessGroup) -> None:
     for module in model.modules():
         if isinstance(module, StreamingCounts):
             module._ranks = ProcessGroupRanks("StreamingCounts", group)
@@ -47,10 +47,10 @@ def share_counts(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.Modu
     if not counts:
         raise ValueError(f"{owner}: expected a model with StreamingCounts, got a "
                          f"{type(model).__name__} without one")
-    check_alike(
+    check_equal(
         owner,
         {f"options of counts {place}": module.options
          for place, module in enumerate(counts)}, group)
     broadcast([table for module in counts for table in module.buffers()], group)
-    count_over(model, group)
+    count_over_ranks(model, group)
     return model

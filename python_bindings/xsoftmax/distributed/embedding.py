@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._core.typing import Module
-from .exchange import FetchRows, ScaleGradient, row_requests, unique_of
+from .exchange import FetchRows, ScaleGradient, row_requests, find_unique
 from .class_parallel import ShardedLoss
 
 
@@ -46,7 +46,7 @@ class TiedEmbedding(Module):
         rank, all ranks raise an IndexError."""
         loss, = self._of
         shards = loss._shards
-        classes, (places,) = unique_of([ids])
+        classes, (places,) = find_unique([ids])
         rows = F.embedding(
             places,
             FetchRows.apply(self.weight, row_requests("TiedEmbedding", "ids", classes, shards),

@@ -24,19 +24,19 @@ class ClassShards:
         """Returns the rows of this rank."""
         return table[self.begin:self.end]
 
-    def here(self, classes: Tensor) -> Tensor:
+    def contains(self, classes: Tensor) -> Tensor:
         """Returns whether this rank holds each class."""
         return (classes >= self.begin) & (classes < self.end)
 
-    def norm(self, of_rank: Tensor, p: float) -> Tensor:
+    def norm(self, local_norm: Tensor, p: float) -> Tensor:
         """Returns the p-norm over the rows of all ranks, from those of each rank."""
         if p == float("inf"):
-            total = of_rank.clone()
+            total = local_norm.clone()
             dist.all_reduce(total, dist.ReduceOp.MAX, group=self.group)
             return total
-        total = of_rank.double().pow(p)
+        total = local_norm.double().pow(p)
         dist.all_reduce(total, group=self.group)
-        return total.pow(1 / p).to(of_rank.dtype)
+        return total.pow(1 / p).to(local_norm.dtype)
 
     def owners(self, classes: Tensor) -> Tensor:
         return classes // self.chunk
@@ -61,42 +61,42 @@ class ScoresOfAll(torch.autograd.Function):
     this rank. Queries that do not count are zeros in `everyone`. In backward, the gradient of the
     queries is exchanged as in :class:`GatherQueries`, while that of the table is computed."""
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, weight: Tensor, bias: Optional[Tensor], everyone: Tensor,
-                counts: Tensor, private: Tensor, shared: Optional[Tensor], batch: Ragged,
-                sparse_grad: Optional[bool]) -> Tensor:
+    def forward(ctx: Any, queries: Tensor, weight: Tensor, bias: Optional[Tensor],
+                all_queries: Tensor, counts: Tensor, private: Tensor, shared: Optional[Tensor],
+                batch: Ragged, sparse_grad: Optional[bool]) -> Tensor:
         # the cast that autocast makes
-        ctx.save_for_backward(everyone.to(weight.dtype), weight, counts, private, shared)
+        ctx.save_for_backward(all_queries.to(weight.dtype), weight, counts, private, shared)
         ctx.batch, ctx.dtype, ctx.sparse_grad = batch, queries.dtype, sparse_grad
         if len(weight) == 0:  # a rank without classes must still take part in the exchange
-            return everyone.new_zeros(private.shape,
-                                      dtype=torch.promote_types(everyone.dtype, torch.float32))
-        return torch.ops.xsoftmax.candidate_scores(everyone, weight, bias, private, shared,
+            return all_queries.new_zeros(
+                private.shape, dtype=torch.promote_types(all_queries.dtype, torch.float32))
+        return torch.ops.xsoftmax.candidate_scores(all_queries, weight, bias, private, shared,
                                                    sparse_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        everyone, weight, counts, private, shared = ctx.saved_tensors
-        of_queries, *of_table = ctx.needs_input_grad[:3]
+        all_queries, weight, counts, private, shared = ctx.saved_tensors
+        needs_queries, *needs_table = ctx.needs_input_grad[:3]
         finish = None
         result: List[Optional[Tensor]] = [None] * 9
         dense = not is_row_sparse(ctx.sparse_grad,
                                   private.numel() +
                                   (0 if shared is None else len(shared)), len(weight))
 
-        def gradients(*wanted: bool) -> Any:
+        def compute_gradients(*needs_gradient: bool) -> Any:
             if len(weight) == 0:
-                return torch.zeros_like(everyone), private.new_empty(0), weight.new_empty(
+                return torch.zeros_like(all_queries), private.new_empty(0), weight.new_empty(
                     weight.shape), weight.new_empty(0)
-            return torch.ops.xsoftmax.candidate_scores_backward(grad, everyone, weight, private,
-                                                                shared, wanted, None, dense)
+            return torch.ops.xsoftmax.candidate_scores_backward(grad, all_queries, weight, private,
+                                                                shared, needs_gradient, None, dense)
 
-        if of_queries:
-            of_everyone = gradients(True, False, False)[0].to(ctx.dtype)
-            finish = ctx.batch.start_scatter(torch.where(counts.unsqueeze(1), of_everyone, 0.0))
-        if any(of_table):
-            _, rows, *values = gradients(False, *of_table)
-            for i, wanted in enumerate(of_table):
-                if wanted:
+        if needs_queries:
+            query_gradients = compute_gradients(True, False, False)[0].to(ctx.dtype)
+            finish = ctx.batch.start_scatter(torch.where(counts.unsqueeze(1), query_gradients, 0.0))
+        if any(needs_table):
+            _, rows, *values = compute_gradients(False, *needs_table)
+            for i, needs_gradient in enumerate(needs_table):
+                if needs_gradient:
                     result[1 + i] = values[i] if dense else row_gradient(
                         rows, values[i], len(weight), True)
         if finish is not None:
@@ -114,7 +114,7 @@ class ScatterShares(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.batch.scattered_back(grad), None
+        return ctx.batch.gather_back(grad), None
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -158,30 +158,30 @@ class Requests:
         counts = torch.bincount(owners.clamp(0, ranks - 1), minlength=ranks)
         if invalid is not None:
             counts = counts.masked_fill(invalid, -1)
-        others = torch.empty_like(counts)
-        dist.all_to_all_single(others, counts, group=group)
-        self.asked: List[int] = counts.tolist()
-        self.pending: List[int] = others.tolist()
-        self.refused_by = [rank for rank, count in enumerate(self.pending) if count < 0]
+        counts_of_ranks = torch.empty_like(counts)
+        dist.all_to_all_single(counts_of_ranks, counts, group=group)
+        self.request_counts: List[int] = counts.tolist()
+        self.answer_counts: List[int] = counts_of_ranks.tolist()
+        self.refused_by = [rank for rank, count in enumerate(self.answer_counts) if count < 0]
         """The ranks with invalid numbers, known to all ranks."""
-        self.numbers = numbers[:0] if self.refused_by else self.give_back(numbers)
+        self.numbers = numbers[:0] if self.refused_by else self.send_back(numbers)
         """The numbers requested from this rank, by the first rank, the second, and so on."""
 
     def answer(self, answers: Tensor) -> Tensor:
         """Takes an answer to each of :attr:`numbers`, and returns the answers to this rank's
         requests."""
-        found = answers.new_empty(sum(self.asked), *answers.shape[1:])
-        dist.all_to_all_single(found, answers.contiguous(), self.asked, self.pending,
-                               group=self.group)
-        return found
+        result = answers.new_empty(sum(self.request_counts), *answers.shape[1:])
+        dist.all_to_all_single(result, answers.contiguous(), self.request_counts,
+                               self.answer_counts, group=self.group)
+        return result
 
-    def give_back(self, values: Tensor) -> Tensor:
+    def send_back(self, values: Tensor) -> Tensor:
         """The reverse of :meth:`answer`: sends a value for each number that this rank requested,
         and returns the values of all ranks for each of :attr:`numbers`."""
-        given = values.new_empty(sum(self.pending), *values.shape[1:])
-        dist.all_to_all_single(given, values.contiguous(), self.pending, self.asked,
+        result = values.new_empty(sum(self.answer_counts), *values.shape[1:])
+        dist.all_to_all_single(result, values.contiguous(), self.answer_counts, self.request_counts,
                                group=self.group)
-        return given
+        return result
 
 
 class FetchRows(torch.autograd.Function):
@@ -194,14 +194,14 @@ class FetchRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return row_gradient(ctx.requests.numbers, ctx.requests.give_back(grad), ctx.shape[0],
+        return row_gradient(ctx.requests.numbers, ctx.requests.send_back(grad), ctx.shape[0],
                             ctx.sparse_grad), None, None
 
 
-def is_row_sparse(asked: Optional[bool], rows: int, num_rows: int) -> bool:
-    """Returns whether the gradient of a table is row-sparse: as `asked`, or by the rule for
-    sparse_grad=None."""
-    return rows <= num_rows if asked is None else asked
+def is_row_sparse(sparse_grad: Optional[bool], rows: int, num_rows: int) -> bool:
+    """Returns whether the gradient of a table is row-sparse: as `sparse_grad`, or by the rule
+    for sparse_grad=None."""
+    return rows <= num_rows if sparse_grad is None else sparse_grad
 
 
 def row_gradient(rows: Tensor, values: Tensor, num_rows: int, sparse: Optional[bool]) -> Tensor:
@@ -215,13 +215,14 @@ def row_requests(owner: str, argument: str, classes: Tensor, shards: ClassShards
     """Returns requests for the rows of distinct classes in increasing order. If any rank has an
     invalid class, all ranks raise an IndexError; raised by one rank only, it would leave the others
     waiting."""
-    owners, bad = shards.owners(classes), (classes < 0) | (classes >= shards.num_classes)
-    requests = Requests(classes - owners * shards.chunk, owners, shards.group, invalid=bad.any())
+    owners, is_invalid = shards.owners(classes), (classes < 0) | (classes >= shards.num_classes)
+    requests = Requests(classes - owners * shards.chunk, owners, shards.group,
+                        invalid=is_invalid.any())
     if requests.refused_by:
-        wrong = classes[bad][:1].tolist()
+        invalid_ids = classes[is_invalid][:1].tolist()
         raise IndexError(f"{owner}: expected {argument} in [0, {shards.num_classes}), got "
-                         f"{wrong[0] if wrong else 'another'} on rank "
-                         f"{shards.rank if wrong else requests.refused_by[0]}")
+                         f"{invalid_ids[0] if invalid_ids else 'another'} on rank "
+                         f"{shards.rank if invalid_ids else requests.refused_by[0]}")
     return requests
 
 
@@ -240,12 +241,12 @@ def start_same_generator(generator: Optional[torch.Generator], device: torch.dev
     state = generator.get_state().to(device)
     work = dist.broadcast(state, dist.get_global_rank(group, 0), group=group, async_op=True)
 
-    def received() -> torch.Generator:
+    def finish() -> torch.Generator:
         work.wait()
         return generator if dist.get_rank(group) == 0 else torch.Generator(device).set_state(
             state.cpu())
 
-    return received
+    return finish
 
 
 @contextlib.contextmanager
@@ -260,11 +261,11 @@ def rank_generator(shards: ClassShards) -> Iterator[None]:
         yield
 
 
-def unique_of(parts: List[Tensor]) -> Tuple[Tensor, List[Tensor]]:
+def find_unique(parts: List[Tensor]) -> Tuple[Tensor, List[Tensor]]:
     """Returns the distinct numbers in `parts`, sorted, and the position of each element in them."""
-    different, places = torch.unique(torch.cat([part.flatten() for part in parts]),
-                                     return_inverse=True)
-    return different, [
+    unique_numbers, places = torch.unique(torch.cat([part.flatten() for part in parts]),
+                                          return_inverse=True)
+    return unique_numbers, [
         place.view(part.shape)
         for place, part in zip(places.split([part.numel() for part in parts]), parts)
     ]

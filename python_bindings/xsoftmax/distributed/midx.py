@@ -12,7 +12,7 @@ from ..optim.catch_up import catch_up
 from ..samplers import CandidateSet, MidxSampler, Sampler, UnionSampler
 from ..samplers.candidate_set import one_set
 from ..samplers.sampler import draw_seed
-from .exchange import ClassShards, Requests, same_generator, unique_of
+from .exchange import ClassShards, Requests, same_generator, find_unique
 from .state import rows_of_all, rows_of_rank
 
 
@@ -37,11 +37,11 @@ def split_sampler(sampler: Sampler, shards: ClassShards, may_ask: bool) -> Sampl
         sampler, shards, may_ask) if sampler.follows_table else sampler  # type: ignore[arg-type]
 
 
-def ask_owners(sampler: Sampler, asks: bool) -> None:
+def ask_owners(sampler: Sampler, fetches: bool) -> None:
     """Sets whether the next draws fetch classes from other ranks, or know only this rank's."""
     for part in sampler.modules():
         if isinstance(part, ShardedMidxSampler):
-            part.asks = asks
+            part.asks = fetches
 
 
 class ShardedMidxSampler(Sampler):
@@ -62,7 +62,7 @@ class ShardedMidxSampler(Sampler):
     """
 
     # derived from `cell` of all ranks
-    _derived = ("order", "begins", "first", "start", "mass", "runs")
+    _derived_names = ("order", "begins", "first", "start", "mass", "runs")
 
     def __init__(self, sampler: MidxSampler, shards: ClassShards, may_ask: bool):
         super().__init__(sampler.num_classes, sampler.num_samples, shared=sampler.shared,
@@ -71,22 +71,22 @@ class ShardedMidxSampler(Sampler):
         self.follows_table = True
         self._shards, self.dim, self._text = shards, sampler.dim, sampler.options
         self._may_ask, self.asks = may_ask, False
-        chosen = read_options(sampler.options)
-        self.refresh_every, self.update_every, self.iterations = (int(chosen[name])
+        values = read_options(sampler.options)
+        self.refresh_every, self.update_every, self.iterations = (int(values[name])
                                                                   for name in ("refresh_every",
                                                                                "update_every",
                                                                                "iterations"))
-        self.codewords = int(chosen["codewords"])
-        self.train_points = 256 * self.codewords if chosen["train_points"] == "none" else int(
-            chosen["train_points"])
+        self.codewords = int(values["codewords"])
+        self.train_points = 256 * self.codewords if values["train_points"] == "none" else int(
+            values["train_points"])
         for name in ("codewords1", "codewords2"):
             self.register_buffer(name, getattr(sampler, name))
         for name in ("cell", "touched"):
             self.register_buffer(name, shards.local(getattr(sampler, name)).clone())
         self.register_buffer("step", sampler.step)
         self.slots = sampler.order.numel()
-        chosen |= {"slots": str(self.slots), "update_every": "0"}
-        self.options = ",".join(f"{name}={value}" for name, value in chosen.items())
+        values |= {"slots": str(self.slots), "update_every": "0"}
+        self.options = ",".join(f"{name}={value}" for name, value in values.items())
         self._lay_out()
         self._register_state_dict_hook(_as_dtensors)
 
@@ -111,34 +111,35 @@ class ShardedMidxSampler(Sampler):
 
     def _lay_out(self) -> None:
         shards = self._shards
-        drawn = int((self.cell >= 0).sum())
-        order, begins, *_ = torch.ops.xsoftmax.midx_cells(self.cell, None, self.codewords, drawn)
+        num_drawn = int((self.cell >= 0).sum())
+        order, begins, *_ = torch.ops.xsoftmax.midx_cells(self.cell, None, self.codewords,
+                                                          num_drawn)
         counts = begins.diff()
-        of_ranks = counts.new_empty(shards.size * counts.numel())
-        ranks.all_gather(of_ranks, counts, group=shards.group)
-        of_ranks = of_ranks.view(shards.size, -1)
-        whole = of_ranks.sum(0)
-        start = torch.cat([whole.new_zeros(1), whole.cumsum(0)])
+        counts_of_ranks = counts.new_empty(shards.size * counts.numel())
+        ranks.all_gather(counts_of_ranks, counts, group=shards.group)
+        counts_of_ranks = counts_of_ranks.view(shards.size, -1)
+        total_counts = counts_of_ranks.sum(0)
+        start = torch.cat([total_counts.new_zeros(1), total_counts.cumsum(0)])
         # Where the slots of each rank begin within each cell, cell after cell.
-        runs = (start[:-1] + of_ranks.cumsum(0) -
-                of_ranks).t().reshape(-1) if self._may_ask else whole.new_empty(0)
-        made = order, begins, start[:-1] + of_ranks[:shards.rank].sum(0), start, whole.double(
-        ).view(self.codewords, -1), runs
-        for name, table in zip(self._derived, made):
+        runs = (start[:-1] + counts_of_ranks.cumsum(0) -
+                counts_of_ranks).t().reshape(-1) if self._may_ask else total_counts.new_empty(0)
+        tables = order, begins, start[:-1] + counts_of_ranks[:shards.rank].sum(
+            0), start, total_counts.double().view(self.codewords, -1), runs
+        for name, table in zip(self._derived_names, tables):
             self.register_buffer(name, table, persistent=False)
 
     def _index(self) -> List[Tensor]:
-        def none(dtype: torch.dtype) -> Tensor:
+        def make_empty(dtype: torch.dtype) -> Tensor:
             return self.start.new_empty(0, dtype=dtype)
 
         return [
             self.codewords1, self.codewords2,
-            none(torch.int32),
-            none(torch.int64), self.start, self.mass,
-            none(torch.float32),
-            none(torch.float64),
-            none(torch.float64),
-            none(torch.bool),
+            make_empty(torch.int32),
+            make_empty(torch.int64), self.start, self.mass,
+            make_empty(torch.float32),
+            make_empty(torch.float64),
+            make_empty(torch.float64),
+            make_empty(torch.bool),
             torch.zeros_like(self.step), self.step
         ]
 
@@ -146,41 +147,44 @@ class ShardedMidxSampler(Sampler):
         """Returns the local rows of the classes in slots; -1 for classes of other ranks."""
         cell = torch.searchsorted(self.start, slots, right=True) - 1
         place = slots - self.first[cell]
-        here = (place >= 0) & (place < self.begins[cell + 1] - self.begins[cell])
+        is_local = (place >= 0) & (place < self.begins[cell + 1] - self.begins[cell])
         if self.order.numel() == 0:
             return torch.full_like(slots, -1)
-        return torch.where(here, self.order[torch.where(here, self.begins[cell] + place, 0)], -1)
+        return torch.where(is_local, self.order[torch.where(is_local, self.begins[cell] + place,
+                                                            0)], -1)
 
     def _classes(self, slots: Tensor, touched: Optional[Tensor]) -> Tensor:
         """Returns the classes in slots and marks those selected by `touched` as touched. Without
         ``asks``, a slot of another rank gives any class of another rank."""
         if self.asks:
-            return self._ask(
+            return self._fetch(
                 slots, touched, lambda slots:
                 (torch.searchsorted(self.runs, slots, right=True) - 1) % self._shards.size,
                 self._rows, lambda rows: rows + self._shards.begin)
         rows = self._rows(slots)
-        self._note(rows, touched)
-        return torch.where(rows >= 0, rows + self._shards.begin, self._elsewhere())
+        self._mark_touched(rows, touched)
+        return torch.where(rows >= 0, rows + self._shards.begin, self._find_foreign_class())
 
-    def _ask(self, numbers: Tensor, touched: Optional[Tensor], owners: Callable[[Tensor], Tensor],
-             rows_of: Callable[[Tensor], Tensor], answers: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns ``answers(rows_of(numbers))``, computed by the ranks that own the numbers. The
-        owners mark those selected by `touched` as touched."""
-        different, (places,) = unique_of([numbers])
-        of_rank, order = owners(different).sort(stable=True)
-        noted = torch.zeros_like(different, dtype=torch.bool)
+    def _fetch(self, numbers: Tensor, touched: Optional[Tensor], owners: Callable[[Tensor], Tensor],
+               find_rows: Callable[[Tensor], Tensor], compute_answers: Callable[[Tensor],
+                                                                                Tensor]) -> Tensor:
+        """Returns ``compute_answers(find_rows(numbers))``, computed by the ranks that own the
+        numbers. The owners mark those selected by `touched` as touched."""
+        unique_numbers, (places,) = find_unique([numbers])
+        owner_ranks, order = owners(unique_numbers).sort(stable=True)
+        touches = torch.zeros_like(unique_numbers, dtype=torch.bool)
         if touched is not None:
-            noted[places[touched]] = True
+            touches[places[touched]] = True
         requests = Requests(
-            torch.where(noted, different, ~different)[order], of_rank, self._shards.group)
-        is_noted = requests.numbers >= 0
-        rows = rows_of(torch.where(is_noted, requests.numbers, ~requests.numbers))
-        self._note(rows, is_noted)
-        found = requests.answer(answers(rows))
-        return torch.empty_like(found).index_copy_(0, order, found)[places]
+            torch.where(touches, unique_numbers, ~unique_numbers)[order], owner_ranks,
+            self._shards.group)
+        is_touch = requests.numbers >= 0
+        rows = find_rows(torch.where(is_touch, requests.numbers, ~requests.numbers))
+        self._mark_touched(rows, is_touch)
+        result = requests.answer(compute_answers(rows))
+        return torch.empty_like(result).index_copy_(0, order, result)[places]
 
-    def _elsewhere(self) -> int:
+    def _find_foreign_class(self) -> int:
         return self._shards.begin - 1 if self._shards.begin > 0 else min(
             self._shards.end, self.num_classes - 1)
 
@@ -189,43 +193,45 @@ class ShardedMidxSampler(Sampler):
         ``asks``, belongs to another rank."""
         shards = self._shards
         if self.asks:
-            cells, known = torch.full_like(classes, -1), classes >= 0
-            cells[known] = self._ask(classes[known], None if touched is None else touched[known],
-                                     shards.owners, lambda classes: classes - shards.begin,
-                                     lambda rows: self.cell[rows].to(torch.int64))
+            cells, is_class = torch.full_like(classes, -1), classes >= 0
+            cells[is_class] = self._fetch(classes[is_class],
+                                          None if touched is None else touched[is_class],
+                                          shards.owners, lambda classes: classes - shards.begin,
+                                          lambda rows: self.cell[rows].to(torch.int64))
             return cells
-        here = shards.here(classes)
-        rows = torch.where(here, classes - shards.begin, -1)
-        self._note(rows, touched)
+        is_local = shards.contains(classes)
+        rows = torch.where(is_local, classes - shards.begin, -1)
+        self._mark_touched(rows, touched)
         if shards.begin == shards.end:
             return rows
-        return torch.where(here, self.cell[rows.clamp(min=0)].to(torch.int64), -1)
+        return torch.where(is_local, self.cell[rows.clamp(min=0)].to(torch.int64), -1)
 
-    def _note(self, rows: Tensor, touched: Optional[Tensor]) -> None:
+    def _mark_touched(self, rows: Tensor, touched: Optional[Tensor]) -> None:
         """Marks local rows that a step touches; -1 (a class of another rank) is ignored."""
         if touched is not None:
             self.touched[rows[touched & (rows >= 0)]] = True
 
     def sample(self, queries: Tensor, target: Optional[Tensor] = None,
                generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        notes = self.training and self.update_every > 0
-        cells, shown, counts = None, None, None
+        marks_touched = self.training and self.update_every > 0
+        cells, slot_target, counts = None, None, None
         if target is not None:
             counts = (target if target.dim() == 2 else target.unsqueeze(1))[:, :1] >= 0
             cells = self._cells(
                 target, (counts if target.dim() == 2 else counts.squeeze(1)).expand_as(target)
-                if notes else None)
+                if marks_touched else None)
             # All classes of a cell have the same count, so pass the first slot of the cell. For a
             # class of another rank only the sign matters: it says whether its query counts.
-            shown = torch.where(target >= 0,
-                                self.start[cells.clamp(min=0)].clamp(max=self.slots - 1), -1)
+            slot_target = torch.where(target >= 0,
+                                      self.start[cells.clamp(min=0)].clamp(max=self.slots - 1), -1)
         slots, log_count, target_log_count = torch.ops.xsoftmax.adaptive_sample(
-            "midx", self._seed(queries, generator), queries, shown, self._index(), self.options)
+            "midx", self._seed(queries, generator), queries, slot_target, self._index(),
+            self.options)
         all_count = counts is None or slots.dim() == 1
         touched = torch.ones_like(
             slots, dtype=torch.bool) if all_count else counts.expand_as(  # type: ignore[union-attr]
                 slots)
-        ids = self._classes(slots, touched if notes else None)
+        ids = self._classes(slots, touched if marks_touched else None)
         if target is not None:
             assert cells is not None
             target_log_count = torch.where(cells >= 0, target_log_count, -torch.inf)
@@ -244,18 +250,20 @@ class ShardedMidxSampler(Sampler):
                 generator: Optional[torch.Generator] = None) -> None:
         step, state = int(self.step), None if generator is None else generator.get_state()
         try:
-            self._follow(weight, generator, step)
+            self._refresh_if_due(weight, generator, step)
         except ValueError:
             if generator is not None:
                 generator.set_state(state)  # type: ignore[arg-type]
             raise
         self.step += 1
 
-    def _follow(self, weight: Tensor, generator: Optional[torch.Generator], step: int) -> None:
+    def _refresh_if_due(self, weight: Tensor, generator: Optional[torch.Generator],
+                        step: int) -> None:
         if torch.ops.xsoftmax.refresh_is_due(step, self.refresh_every):
             self._refresh(weight, generator)
         elif self.update_every > 0 and step % self.update_every == 0:
-            self._code(weight, self.touched.nonzero().squeeze(1), self.codewords1, self.codewords2)
+            self._encode_rows(weight,
+                              self.touched.nonzero().squeeze(1), self.codewords1, self.codewords2)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
@@ -272,16 +280,16 @@ class ShardedMidxSampler(Sampler):
         # gives the same result everywhere.
         rows = self._rows(
             torch.ops.xsoftmax.midx_training_slots(seed, self.slots, self.train_points))
-        here = rows >= 0
+        is_local = rows >= 0
         points = weight.new_zeros(len(rows), self.dim, dtype=torch.float32)
-        points[here] = weight[rows[here]].float()
+        points[is_local] = weight[rows[is_local]].float()
         dist.all_reduce(points, group=group)
         self._check_finite(points)
         first, second, *inertia = torch.ops.xsoftmax.midx_codebooks(seed, points, self.codewords1,
                                                                     self.codewords2,
                                                                     self.iterations,
                                                                     int(self.step) > 0)
-        error = self._code(weight.detach(), slice(None), first, second)
+        error = self._encode_rows(weight.detach(), slice(None), first, second)
         distortion = torch.stack([error.double().sum(), (self.cell >= 0).sum().double()])
         dist.all_reduce(distortion, group=group)
         return {
@@ -291,15 +299,15 @@ class ShardedMidxSampler(Sampler):
                 (self.mass > 0).sum())
         }
 
-    def _code(self, weight: Tensor, rows: Union[Tensor, slice], first: Tensor,
-              second: Tensor) -> Tensor:
+    def _encode_rows(self, weight: Tensor, rows: Union[Tensor, slice], first: Tensor,
+                     second: Tensor) -> Tensor:
         """Assigns rows to the given codewords, which become the codewords of the index. Returns
         squared distances to them; 0 for classes that are never drawn."""
         cell, error = torch.ops.xsoftmax.midx_encode(weight[rows], first, second)
         self._check_finite(error)
-        before = self.cell[rows]
-        error = torch.where(before < 0, 0.0, error)
-        self.cell[rows] = torch.where(before < 0, before, cell)
+        old_cell = self.cell[rows]
+        error = torch.where(old_cell < 0, 0.0, error)
+        self.cell[rows] = torch.where(old_cell < 0, old_cell, cell)
         self.codewords1.copy_(first)
         self.codewords2.copy_(second)
         self.touched.zero_()
@@ -308,9 +316,9 @@ class ShardedMidxSampler(Sampler):
 
     def _check_finite(self, values: Tensor) -> None:
         """Raises a ValueError on all ranks if a value is not finite on any rank."""
-        bad = (~values.isfinite().all()).to(torch.int64)
-        dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._shards.group)
-        if bad:
+        is_invalid = (~values.isfinite().all()).to(torch.int64)
+        dist.all_reduce(is_invalid, dist.ReduceOp.MAX, group=self._shards.group)
+        if is_invalid:
             raise ValueError("prepare: expected weight with finite values, got an infinity or NaN "
                              "on one of the ranks")
 

@@ -13,16 +13,16 @@ def facts_of(tables: Iterable[nn.Module]) -> Dict[str, Any]:
     """Returns the facts about tables that must agree between ranks."""
     facts: Dict[str, Any] = {}
     for place, table in enumerate(tables):
-        of_table = {"type": type(table).__name__, "options": getattr(table, "_options", None)}
-        of_table |= {
+        table_facts = {"type": type(table).__name__, "options": getattr(table, "_options", None)}
+        table_facts |= {
             name: f"{list(tensor.shape)} in {tensor.dtype}"
             for name, tensor in [*table.named_parameters(), *table.named_buffers()]
         }
-        of_table |= {
+        table_facts |= {
             name: repr(module)
             for name, module in table.named_modules() if isinstance(module, Sampler)
         }
-        facts |= {f"{name} of class table {place}": fact for name, fact in of_table.items()}
+        facts |= {f"{name} of class table {place}": fact for name, fact in table_facts.items()}
     return facts
 
 
@@ -47,8 +47,8 @@ def leave_out(model: Any) -> None:
     # Under all names, because a table may also be registered as an embedding.
     names = {
         name
-        for parts_of in (model.named_parameters, model.named_buffers)
-        for name, part in parts_of(remove_duplicate=False) if id(part) in parts
+        for named_tensors in (model.named_parameters, model.named_buffers)
+        for name, part in named_tensors(remove_duplicate=False) if id(part) in parts
     }
     model._ddp_params_and_buffers_to_ignore = sorted(
         {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names})

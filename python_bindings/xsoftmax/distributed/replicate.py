@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._core.placement import Table, attach, table_of
-from .._core.ranks import Ragged, broadcast, check_alike, group_of
+from .._core.ranks import Ragged, broadcast, check_equal, group_of
 from ..tables.table_module import TableModule
 from ..optim.row_optimizer import sparse_rows
 from .models import facts_of, leave_out, tables_of
-from .counts import count_over
+from .counts import count_over_ranks
 
 
 class _Exchange:
@@ -37,10 +37,10 @@ class _Exchange:
             return
         # Sum duplicate rows first, so that each rank sends a row only once.
         rows, values = sparse_rows(self.name, parameter, grad.coalesce())
-        of_ranks = Ragged(len(rows), rows.device, self.group)
+        batch = Ragged(len(rows), rows.device, self.group)
         parameter.grad = torch.sparse_coo_tensor(
-            of_ranks.gather(rows)[None],
-            of_ranks.gather(values).div_(size), grad.shape, check_invariants=False)
+            batch.gather(rows)[None],
+            batch.gather(values).div_(size), grad.shape, check_invariants=False)
 
 
 class ReplicatedTable(Table):
@@ -56,8 +56,8 @@ class ReplicatedTable(Table):
 
     def check(self, owner: str, parameters: Sequence[Optional[Tensor]]) -> None:
         # fully_shard replaces all parameters that are not in ignored_params.
-        known = [exchange.parameter() for exchange in self.exchanges]
-        if any(table is not None and all(table is not each for each in known)
+        replicas = [exchange.parameter() for exchange in self.exchanges]
+        if any(table is not None and all(table is not replica for replica in replicas)
                for table in parameters):
             raise RuntimeError(f"{owner}: expected the parameters that were replicated, got "
                                "others: call "
@@ -69,12 +69,13 @@ def replicate_tables(owner: str, tables: List[TableModule], group: dist.ProcessG
     """Makes tables identical on all ranks and registers the averaging of their gradients."""
     for table in tables:
         if not table_of(table).is_local:
-            way = "split over ranks" if table_of(table).is_split else "replicated"
-            raise RuntimeError(f"{owner}: expected a model that is not {way} yet, got one that is")
+            state = "split over ranks" if table_of(table).is_split else "replicated"
+            raise RuntimeError(
+                f"{owner}: expected a model that is not {state} yet, got one that is")
     for table in tables:
         table.catch_up()
         broadcast([*table.parameters(), *table.buffers()], group)
-        count_over(table, group)
+        count_over_ranks(table, group)
         if table.sparse_grad is None:
             # Decide it now: ranks with batches of different sizes could choose different gradient
             # layouts, and the exchange of rows would then wait forever.
@@ -134,7 +135,7 @@ def replicate(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.Module:
     if not tables:
         raise ValueError(f"{owner}: expected a model with a class table (a loss or a matcher of "
                          f"this library), got a {type(model).__name__} without one")
-    check_alike(owner, facts_of(tables), group)
+    check_equal(owner, facts_of(tables), group)
     replicate_tables(owner, tables, group)
     leave_out(model)
     return model
@@ -145,15 +146,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Context manager that disables the averaging of gradients of replicated tables, as
     ``DistributedDataParallel.no_sync()`` does for other parameters. The first backward pass outside
     averages the accumulated gradients."""
-    replicated = [
+    tables = [
         place for place in map(table_of, tables_of(model)) if isinstance(place, ReplicatedTable)
     ]
-    exchanges = [exchange for place in replicated for exchange in place.exchanges]
-    before = [exchange.enabled for exchange in exchanges]
+    exchanges = [exchange for place in tables for exchange in place.exchanges]
+    flags = [exchange.enabled for exchange in exchanges]
     for exchange in exchanges:
         exchange.enabled = False
     try:
         yield
     finally:
-        for exchange, enabled in zip(exchanges, before):
+        for exchange, enabled in zip(exchanges, flags):
             exchange.enabled = enabled

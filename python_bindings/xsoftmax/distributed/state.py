@@ -12,7 +12,7 @@ from .exchange import ClassShards
 
 # The number of leading entries of "pending" before its table, which is empty after a flush
 # (csrc/table/updates/pending_table.h).
-_OWED_HEADER = 4
+_PENDING_HEADER = 4
 
 
 def rows_of_all(local: Tensor, shards: ClassShards) -> DTensor:
@@ -44,18 +44,18 @@ class ShardedTable(Table):
     def __init__(self, shards: ClassShards) -> None:
         self.shards = shards
 
-    def norm(self, of_rows: Tensor, norm_type: float) -> Tensor:
-        return self.shards.norm(of_rows, norm_type)
+    def norm(self, local_norm: Tensor, norm_type: float) -> Tensor:
+        return self.shards.norm(local_norm, norm_type)
 
     def whole_state(self, optimizer: Any, group: Dict[str, Any], param: Any, state: State) -> State:
         """Returns the state with rows as DTensors."""
-        return _whole(optimizer, group, param, state, self.shards)
+        return _gather_state(optimizer, group, param, state, self.shards)
 
     def state_of_rank(self, optimizer: Any, group: Dict[str, Any], param: Any,
                       state: State) -> State:
         """Returns the state with this rank's rows, from any form that :func:`rows_of_rank`
         accepts."""
-        return _of_rank(optimizer, group, param, state, self.shards)
+        return _split_state(optimizer, group, param, state, self.shards)
 
 
 def _is_number(group: Dict[str, Any], name: str, value: Any) -> bool:
@@ -65,45 +65,45 @@ def _is_number(group: Dict[str, Any], name: str, value: Any) -> bool:
                                                                  and not group["momentum"])
 
 
-def _whole(optimizer: Any, group: Dict[str, Any], param: Any, state: State,
-           shards: ClassShards) -> State:
-    owner, whole = type(optimizer).__name__, {}
+def _gather_state(optimizer: Any, group: Dict[str, Any], param: Any, state: State,
+                  shards: ClassShards) -> State:
+    owner, result = type(optimizer).__name__, {}
     for name, value in state.items():
         if name == "pending":
-            whole[name] = _flushed(optimizer, group, param, shards.num_classes, value)
+            result[name] = _resize_pending(optimizer, group, param, shards.num_classes, value)
         elif _is_number(group, name, value) or isinstance(value, DTensor):
-            whole[name] = value
+            result[name] = value
         elif value.shape[0] == len(param) and value.layout == torch.strided:
-            whole[name] = rows_of_all(value, shards)
+            result[name] = rows_of_all(value, shards)
         else:
             raise TypeError(f"{owner}: expected dense state with a row for each class, or a "
                             "number, of the split parameter of shape "
                             f"{list(param.shape)}, got {name} of shape {list(value.shape)} and "
                             f"layout {value.layout}")
-    return whole
+    return result
 
 
-def _of_rank(optimizer: Any, group: Dict[str, Any], param: Any, state: State,
-             shards: ClassShards) -> State:
-    owner, local = type(optimizer).__name__, {}
+def _split_state(optimizer: Any, group: Dict[str, Any], param: Any, state: State,
+                 shards: ClassShards) -> State:
+    owner, result = type(optimizer).__name__, {}
     for name, value in state.items():
         if name == "pending":
             if value[0] != state["step"]:
                 raise ValueError(f"{owner}: expected state of a table that was flushed after step "
                                  f"{state['step']}, as state_dict() gives it, got one "
                                  f"after step {int(value[0])}")
-            local[name] = _flushed(optimizer, group, param, len(param), value)
+            result[name] = _resize_pending(optimizer, group, param, len(param), value)
         else:
-            local[name] = value if _is_number(group, name, value) else rows_of_rank(
+            result[name] = value if _is_number(group, name, value) else rows_of_rank(
                 owner, name, value, shards)
-    return local
+    return result
 
 
-def _flushed(optimizer: Any, group: Dict[str, Any], param: Tensor, num_rows: int,
-             pending: Tensor) -> Tensor:
+def _resize_pending(optimizer: Any, group: Dict[str, Any], param: Tensor, num_rows: int,
+                    pending: Tensor) -> Tensor:
     """Returns a flushed "pending" tensor for another number of rows, which determines its size."""
     rows = torch.empty([num_rows, *param.shape[1:]], dtype=param.dtype, device="meta")
-    other = pending.new_zeros(
+    result = pending.new_zeros(
         optimizer._call("_state", rows, True, optimizer._text(group))[-1].shape)
-    other[:_OWED_HEADER] = pending[:_OWED_HEADER]
-    return other
+    result[:_PENDING_HEADER] = pending[:_PENDING_HEADER]
+    return result

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._core.placement import Table, attach
-from .._core.ranks import Ragged, broadcast, check_alike, group_of
+from .._core.ranks import Ragged, broadcast, check_equal, group_of
 from ..losses.two_tower import TwoTowerLoss
 from .exchange import GatherQueries
 
 
-def _gathered(vectors: Tensor, ids: Tensor, group: dist.ProcessGroup) -> List[Tensor]:
+def _gather_items(vectors: Tensor, ids: Tensor, group: dist.ProcessGroup) -> List[Tensor]:
     batch = Ragged(len(ids), ids.device, group)
     return [GatherQueries.apply(vectors, batch), batch.gather(ids)]
 
@@ -31,18 +31,18 @@ class SharedItems(Table):
         torch.ops.xsoftmax.check_two_tower(query, item, item_id, negatives, weight,
                                            loss._memories(), loss.counts is not None, loss._options)
         if negatives and negatives[0].dim() == 2:
-            negatives = _gathered(negatives[0], negatives[1], self.group)
+            negatives = _gather_items(negatives[0], negatives[1], self.group)
         options = loss._options.replace("reduction=mean", "reduction=sum")
-        of_queries: Tensor = loss._step(query, item, item_id, negatives,
-                                        _gathered(item, item_id, self.group), weight, True, options)
+        value: Tensor = loss._step(query, item, item_id, negatives,
+                                   _gather_items(item, item_id, self.group), weight, True, options)
         if loss.reduction != "mean":
-            return of_queries
+            return value
         if weight is None:
-            total = of_queries.new_full([], len(item_id))
+            total = value.new_full([], len(item_id))
         else:
-            total = weight.detach().to(of_queries.dtype).sum()
+            total = weight.detach().to(value.dtype).sum()
         dist.all_reduce(total, group=self.group)
-        return of_queries * (dist.get_world_size(self.group) / total)
+        return value * (dist.get_world_size(self.group) / total)
 
 
 def share_candidates(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.Module:
@@ -95,7 +95,7 @@ def share_candidates(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.
             for name, fact in (("type", type(loss).__name__), ("options", loss._options),
                                ("counts", repr(loss.counts)))
         }
-    check_alike(owner, facts, group)
+    check_equal(owner, facts, group)
     for loss in losses:
         broadcast(list(loss.buffers()), group)
         loss._shared = True

@@ -21,7 +21,7 @@ _linking = threading.Lock()  # held while a loss adopts a model's bias, scale, c
 _active = threading.local()  # .tap: the Tap of the innermost call with labels on this thread
 
 
-def _changing() -> ContextManager[Any]:
+def _lock_changes() -> ContextManager[Any]:
     """Returns the lock to hold while a loss changes. Under torch.compile, which cannot trace locks,
     returns a null context."""
     return contextlib.nullcontext() if torch.compiler.is_compiling() else _linking
@@ -32,7 +32,7 @@ class Head:
     do not change."""
     def __init__(self, loss: LinearLoss, linear: nn.Linear, bias: Optional[Tensor], name: str,
                  shift: Optional[bool], fixed_options: Set[str]) -> None:
-        """Takes a loss over ``with_bias(linear, bias)``, and the names of the options set by the
+        """Takes a loss over ``replace_bias(linear, bias)``, and the names of the options set by the
         caller."""
         self.loss, self.linear, self.bias, self.name, self.shift = loss, linear, bias, name, shift
         self.fixed_options, self.device = fixed_options, linear.weight.device
@@ -47,18 +47,18 @@ class Head:
             linear.register_state_dict_pre_hook(_catch_up_linear),
             linear.register_load_state_dict_pre_hook(_catch_up_linear)
         ]
-        self._make_tapped()
+        self._attach_tap()
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         self.__dict__.update(state)
         if not self.is_linked(self.bias):  # deepcopy detaches the loss's view of a buffer
             self.link_bias(self.bias)
 
-    def _make_tapped(self) -> None:
+    def _attach_tap(self) -> None:
         linear: Any = self.linear
         if not isinstance(linear, _TappedLinear):
             kind: Any = type(linear)
-            linear.__class__ = _tapped_class(kind)
+            linear.__class__ = _derive_tapped_class(kind)
 
     def remove(self) -> None:
         """Restores the Linear and the embeddings."""
@@ -68,7 +68,8 @@ class Head:
             embedding.sparse = False
         linear: Any = self.linear
         base: Any = getattr(linear, "_base_class", None)  # None: removed with another model's head
-        if base is not None and type(linear) is _tapped_class(base):  # not a class derived from it
+        if base is not None and type(linear) is _derive_tapped_class(
+                base):  # not a class derived from it
             linear.__class__ = base
 
     def is_linked(self, bias: Optional[Tensor]) -> bool:
@@ -78,30 +79,30 @@ class Head:
             return False
         if shared is self.linear or shared.bias is bias:
             return True
-        return _are_alike(shared.bias, self.linear.weight if bias is None else
-                          bias) and (bias is None or _share_memory(shared.bias, bias))
+        return _have_same_type(shared.bias, self.linear.weight if bias is None else
+                               bias) and (bias is None or _share_memory(shared.bias, bias))
 
     def link_bias(self, bias: Optional[Tensor]) -> None:
         """Makes the loss use a bias that the model adds after its head. None: the Linear's bias."""
-        used, shared = bias, self.loss.linear
-        if used is None and self.linear.bias is None and self.keeps_bias:
-            used = self.linear.weight.new_zeros(self.linear.out_features)
-        if used is None or shared is self.linear:
-            self.loss.linear = with_bias(self.linear, used)
+        loss_bias, shared = bias, self.loss.linear
+        if loss_bias is None and self.linear.bias is None and self.keeps_bias:
+            loss_bias = self.linear.weight.new_zeros(self.linear.out_features)
+        if loss_bias is None or shared is self.linear:
+            self.loss.linear = replace_bias(self.linear, loss_bias)
         else:
-            shared.weight, shared.bias = self.linear.weight, shared_bias(used)
+            shared.weight, shared.bias = self.linear.weight, make_shared_bias(loss_bias)
             shared.out_features = self.linear.out_features
         self.bias = bias  # set last, because other threads then treat the loss as ready
 
     def follow(self, model: nn.Module) -> None:
         """Moves the loss to the model's device, after the model was moved or cast."""
-        with _changing():
+        with _lock_changes():
             if self.linear.weight.device != self.device:
                 self.device = self.linear.weight.device
                 self.loss.to(self.device)
             if self.loss.linear is not self.linear:
-                found = None if self.bias is None else bias_after(model, self.name, self.linear)
-                bias = self.bias if found is None else found
+                new_bias = None if self.bias is None else find_bias(model, self.name, self.linear)
+                bias = self.bias if new_bias is None else new_bias
                 if not self.is_linked(bias):
                     self.link_bias(bias)
 
@@ -111,42 +112,43 @@ class Head:
         if self.linear.weight.device != self.device:  # the Linear was moved without the model
             self.follow(model)
         if self.shift is not None:
-            return self._shifted(model, forward, labels, dict(kwargs))
+            return self._call_with_shift(model, forward, labels, dict(kwargs))
         tap = Tap(self, type(model).__name__)
-        outputs = self._tapped(model, tap, lambda: forward(labels=labels, **kwargs))
+        outputs = self._call_with_tap(model, tap, lambda: forward(labels=labels, **kwargs))
         if not tap.losses:
             tap.refuse(f"expected the loss to be the cross entropy of the outputs of {self.name}, "
                        "got one that is computed in another way")
-        return _without_logits(outputs)
+        return _remove_logits(outputs)
 
-    def _shifted(self, model: Any, forward: Callable[..., Any], labels: Tensor,
-                 kwargs: Dict[str, Any]) -> Any:
+    def _call_with_shift(self, model: Any, forward: Callable[..., Any], labels: Tensor,
+                         kwargs: Dict[str, Any]) -> Any:
         """Calls the model without labels, and adds the loss according to `shift`."""
         num_items = kwargs.pop("num_items_in_batch", None)
-        shifted, as_dict = kwargs.pop("shift_labels", None), kwargs.pop("return_dict", None)
+        shifted_labels, as_dict = kwargs.pop("shift_labels", None), kwargs.pop("return_dict", None)
         inputs = (kwargs.get("decoder_input_ids"), kwargs.get("decoder_inputs_embeds"))
-        if model.config.is_encoder_decoder and all(each is None for each in inputs):
+        if model.config.is_encoder_decoder and all(value_of_input is None
+                                                   for value_of_input in inputs):
             kwargs["decoder_input_ids"] = _decoder_inputs(model, labels)
         tap = Tap(self, type(model).__name__)
-        outputs = self._tapped(model, tap, lambda: forward(**kwargs, return_dict=True))
+        outputs = self._call_with_tap(model, tap, lambda: forward(**kwargs, return_dict=True))
         logits = getattr(outputs, "logits", None)
         if not isinstance(logits, Logits):
             tap.refuse(f"expected its logits to be the outputs of {self.name}, got "
                        f"{type(logits).__name__}")
-        if shifted is not None:
-            labels = shifted
+        if shifted_labels is not None:
+            labels = shifted_labels
         elif self.shift:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         value = tap.cross_entropy(logits, labels, reduction="mean" if num_items is None else "sum")
         if num_items is not None and self.loss.reduction == "mean":
             is_tensor = isinstance(num_items, Tensor)
             value = value / (num_items.to(value.device) if is_tensor else num_items)
-        others = {key: entry for key, entry in outputs.items() if key not in ("loss", "logits")}
-        outputs = type(outputs)(loss=value, logits=NoLogits(), **others)
+        fields = {key: entry for key, entry in outputs.items() if key not in ("loss", "logits")}
+        outputs = type(outputs)(loss=value, logits=NoLogits(), **fields)
         as_dict = getattr(model.config, "return_dict", True) if as_dict is None else as_dict
         return outputs if as_dict else outputs.to_tuple()
 
-    def _tapped(self, model: nn.Module, tap: "Tap", call: Callable[[], Any]) -> Any:
+    def _call_with_tap(self, model: nn.Module, tap: "Tap", call: Callable[[], Any]) -> Any:
         """Calls the model while the Linear returns `Logits` on this thread."""
         parent_name, _, leaf = self.name.rpartition(".")
         linear = model.get_submodule(parent_name)._modules.get(leaf)
@@ -155,13 +157,13 @@ class Head:
                 f"{tap.owner}: expected {self.name} to be the Linear of its {self.loss._name}, got "
                 f"{type(linear).__name__}: what changes a head (PEFT, set_output_embeddings) comes "
                 "before xs.replace_head; xs.restore_head takes the loss out again")
-        self._make_tapped()  # restoring another model that shares the Linear may have undone it
-        tap.outer = getattr(_active, "tap", None)
+        self._attach_tap()  # restoring another model that shares the Linear may have undone it
+        tap.enclosing = getattr(_active, "tap", None)
         _active.tap = tap
         try:
             return call()
         finally:
-            _active.tap = tap.outer
+            _active.tap = tap.enclosing
 
     def adopt(self, tap: "Tap", logits: Logits) -> None:
         """Applies the bias, scale and soft cap of the model to the loss, or raises an error."""
@@ -171,47 +173,48 @@ class Head:
             tap.refuse("expected no bias after the head, since none was found when the sampler was "
                        "built, got one: give a sampler that does not follow the table")
         transform = logits.transform()
-        if transform != self.transform or self._differing(transform):
-            with _changing():
+        if transform != self.transform or self._find_differences(transform):
+            with _lock_changes():
                 self._adopt_transform(tap, transform)
         if not self.is_linked(logits.bias):
-            with _changing():
+            with _lock_changes():
                 self.link_bias(logits.bias)
 
-    def _differing(self, transform: Tuple[float, Optional[float]]) -> Dict[str, Optional[float]]:
+    def _find_differences(self, transform: Tuple[float,
+                                                 Optional[float]]) -> Dict[str, Optional[float]]:
         """Returns the options whose value in the model differs from that of the loss."""
         return {
-            option: seen
-            for option, seen in zip(("logit_scale", "softcap"), transform)
-            if not _are_close(seen, getattr(self.loss, option))
+            option: value
+            for option, value in zip(("logit_scale", "softcap"), transform)
+            if not _are_close(value, getattr(self.loss, option))
         }
 
     def _adopt_transform(self, tap: "Tap", transform: Tuple[float, Optional[float]]) -> None:
-        changed = self._differing(transform)
-        for option, seen in changed.items():
+        differences = self._find_differences(transform)
+        for option, value in differences.items():
             if option in self.fixed_options:
-                tap.refuse(f"expected {option} as the model has it, {seen}, got "
+                tap.refuse(f"expected {option} as the model has it, {value}, got "
                            f"{getattr(self.loss, option)}: leave the argument out")
-        for option, seen in changed.items():
-            setattr(self.loss, option, seen)
+        for option, value in differences.items():
+            setattr(self.loss, option, value)
         self.transform = transform
 
 
-def _are_close(one: Optional[float], other: Optional[float]) -> bool:
+def _are_close(first: Optional[float], second: Optional[float]) -> bool:
     """Returns whether two numbers are equal up to the rounding of a product and a quotient."""
-    return one == other or (one is not None and other is not None
-                            and abs(one - other) <= 1e-9 * abs(other))
+    return first == second or (first is not None and second is not None
+                               and abs(first - second) <= 1e-9 * abs(second))
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device
+def _have_same_type(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and first.device == second.device
 
 
-def _share_memory(one: Tensor, other: Tensor) -> bool:
+def _share_memory(first: Tensor, second: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return True
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and (
-        one.storage_offset() == other.storage_offset())
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata and (
+        first.storage_offset() == second.storage_offset())
 
 
 class _TappedLinear(nn.Linear):
@@ -225,7 +228,7 @@ class _TappedLinear(nn.Linear):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tap = getattr(_active, "tap", None)
         while tap is not None and tap.head.linear is not self:
-            tap = tap.outer
+            tap = tap.enclosing
         if tap is None:
             return super().__call__(*args, **kwargs)
         return Logits(tap, *args, **kwargs)
@@ -235,14 +238,14 @@ class _TappedLinear(nn.Linear):
 
 
 @functools.cache
-def _tapped_class(base: Any) -> Type[nn.Linear]:
+def _derive_tapped_class(base: Any) -> Type[nn.Linear]:
     """Returns a subclass of `base`, a Linear class, that returns `Logits` while a tap is active."""
     return type(base.__name__, (_TappedLinear, base),
                 {"_base_class": base, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
 def _new_tapped(base: Any) -> Any:
-    kind = _tapped_class(base)
+    kind = _derive_tapped_class(base)
     return kind.__new__(kind)
 
 
@@ -250,7 +253,7 @@ class Tap:
     """Receives the logits of one call with labels and computes its loss."""
     def __init__(self, head: Head, owner: str) -> None:
         self.head, self.owner, self.losses, self.num_classes = head, owner, 0, head.loss.num_classes
-        self.outer: Optional[Tap] = None  # the tap of the enclosing call with labels
+        self.enclosing: Optional[Tap] = None  # that of the enclosing call with labels
 
     def refuse(self, reason: str) -> NoReturn:
         """Raises the error for a model whose objective the loss cannot reproduce."""
@@ -274,22 +277,22 @@ class Tap:
         if ignore_index != loss.ignore_index:  # ignore targets of either value
             target = target.masked_fill(target == ignore_index, loss.ignore_index)
         if loss.reduction == "mean" and reduction != "mean":
-            loss = loss._with_reduction(reduction)
+            loss = loss._copy_with_reduction(reduction)
         value: Tensor = loss(input.hidden, target)
         return value
 
 
-def transform_in(config: Any) -> Dict[str, float]:
+def read_transform(config: Any) -> Dict[str, float]:
     """Returns the arguments `logit_scale` and `softcap` that a model's config implies."""
     configs = [config, config.get_text_config(decoder=True)]
-    found = {
+    values = {
         name: value
-        for each in configs
+        for part in configs
         for name in (*SOFT_CAPS, *SCALES, *DIVISORS)
-        if isinstance(value := getattr(each, name, None), (int, float)) and value
+        if isinstance(value := getattr(part, name, None), (int, float)) and value
     }
     arguments: Dict[str, float] = {}
-    for name, value in found.items():
+    for name, value in values.items():
         if name in SOFT_CAPS:
             arguments["softcap"] = float(value)
         elif value != 1.0:
@@ -298,7 +301,7 @@ def transform_in(config: Any) -> Dict[str, float]:
     return arguments
 
 
-def bias_after(model: nn.Module, name: str, linear: nn.Linear) -> Optional[Tensor]:
+def find_bias(model: nn.Module, name: str, linear: nn.Linear) -> Optional[Tensor]:
     """Returns the bias that a model may add to the outputs of its head, or None.
 
     Candidates are the parameters and buffers of shape [N] or [1, N] of the modules that contain the
@@ -315,16 +318,16 @@ def bias_after(model: nn.Module, name: str, linear: nn.Linear) -> Optional[Tenso
     return None
 
 
-def with_bias(linear: nn.Linear, bias: Optional[Tensor]) -> nn.Linear:
+def replace_bias(linear: nn.Linear, bias: Optional[Tensor]) -> nn.Linear:
     """Returns a Linear with the same weight and the bias [N]; for None, `linear` itself."""
     if bias is None:
         return linear
     shared = nn.Linear(linear.in_features, linear.out_features, device="meta")
-    shared.weight, shared.bias = linear.weight, shared_bias(bias)
+    shared.weight, shared.bias = linear.weight, make_shared_bias(bias)
     return shared
 
 
-def shared_bias(bias: Tensor) -> nn.Parameter:
+def make_shared_bias(bias: Tensor) -> nn.Parameter:
     """Returns a parameter [N] unchanged; for another bias, a frozen parameter that is a view of
     it."""
     if is_vector_parameter(bias):
@@ -341,7 +344,7 @@ def _decoder_inputs(model: Any, labels: Tensor) -> Tensor:
     return inputs
 
 
-def _without_logits(outputs: Any) -> Any:
+def _remove_logits(outputs: Any) -> Any:
     if isinstance(outputs, dict):
         for key, value in list(outputs.items()):
             if isinstance(value, Logits):

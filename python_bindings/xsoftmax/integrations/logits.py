@@ -45,7 +45,7 @@ def is_vector_parameter(bias: Tensor) -> bool:
     return isinstance(bias, torch.nn.Parameter) and bias.dim() == 1
 
 
-def unshared_training(bias: Tensor) -> str:
+def explain_untrainable_bias(bias: Tensor) -> str:
     """Returns why a loss cannot train a bias that requires a gradient; "" if there is no
     problem."""
     if not bias.requires_grad or is_vector_parameter(bias):
@@ -62,7 +62,7 @@ def _indexed_dimensions(place: Any) -> int:
     return place.dim() if isinstance(place, Tensor) and place.dtype == torch.bool else 1
 
 
-def _refused(operation: str) -> Callable[..., Any]:
+def _refuse_operation(operation: str) -> Callable[..., Any]:
     return lambda self, *_, **__: self._refuse(operation)
 
 
@@ -71,19 +71,21 @@ class Logits:
 
     It holds the hidden states [*, D] and records how the model transforms the logits. Reshaping and
     indexing are applied to the hidden states. A bias, a scale and a soft cap are recorded as
-    ``outer * tanh(inner * (linear(hidden) + bias))``, without the tanh unless ``is_capped``.
+    ``outer_scale * tanh(inner_scale * (linear(hidden) + bias))``, without the tanh unless
+    ``is_capped``.
     ``F.cross_entropy`` on it calls the loss of the head. Any other operation raises
     :class:`UnsupportedHeadError`, so that a different objective is never computed silently.
     """
-    def __init__(self, tap: Any, hidden: Tensor, bias: Optional[Tensor] = None, inner: float = 1.0,
-                 outer: float = 1.0, is_capped: bool = False) -> None:
+    def __init__(self, tap: Any, hidden: Tensor, bias: Optional[Tensor] = None,
+                 inner_scale: float = 1.0, outer_scale: float = 1.0,
+                 is_capped: bool = False) -> None:
         self._tap, self.hidden, self.bias = tap, hidden, bias
-        self._inner, self._outer, self._is_capped = inner, outer, is_capped
+        self._inner_scale, self._outer_scale, self._is_capped = inner_scale, outer_scale, is_capped
 
-    def _with(self, **changes: Any) -> "Logits":
-        now = dict(hidden=self.hidden, bias=self.bias, inner=self._inner, outer=self._outer,
-                   is_capped=self._is_capped)
-        return Logits(self._tap, **{**now, **changes})
+    def _replace(self, **changes: Any) -> "Logits":
+        attributes = dict(hidden=self.hidden, bias=self.bias, inner_scale=self._inner_scale,
+                          outer_scale=self._outer_scale, is_capped=self._is_capped)
+        return Logits(self._tap, **{**attributes, **changes})
 
     def _refuse(self, operation: str) -> NoReturn:
         raise UnsupportedHeadError(
@@ -95,8 +97,8 @@ class Logits:
         """Returns (logit_scale, softcap) of ``softcap * tanh(logit_scale * (Wx + b) /
         softcap)``."""
         if self._is_capped:
-            return self._inner * self._outer, self._outer
-        return self._inner, None
+            return self._inner_scale * self._outer_scale, self._outer_scale
+        return self._inner_scale, None
 
     # ---- shape and device
     @property
@@ -118,38 +120,38 @@ class Logits:
         return self.shape[0]
 
     def view(self, *shape: Any) -> "Logits":
-        given = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        sizes, width = list(given), self._tap.num_classes
+        dimensions = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        sizes, width = list(dimensions), self._tap.num_classes
         if sizes and sizes[-1] == -1 and math.prod(sizes[:-1]) == math.prod(self.shape[:-1]):
             sizes[-1] = width
         if not sizes or sizes[-1] != width:
             self._refuse(f"a view of shape {sizes}, whose last dimension is not the classes',")
-        return self._with(hidden=self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
+        return self._replace(hidden=self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
 
     reshape = view
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "Logits":
         if end_dim % self.ndim == self.ndim - 1 and start_dim % self.ndim != self.ndim - 1:
             self._refuse("flatten over the classes")
-        return self._with(hidden=self.hidden.flatten(start_dim, end_dim))
+        return self._replace(hidden=self.hidden.flatten(start_dim, end_dim))
 
     def transpose(self, first: int, second: int) -> "Logits":
         if self.ndim - 1 in (first % self.ndim, second % self.ndim):
             self._refuse("transpose of the classes")
-        return self._with(hidden=self.hidden.transpose(first, second))
+        return self._replace(hidden=self.hidden.transpose(first, second))
 
     def gather(self, dim: int, index: Tensor) -> "Logits":
         is_of_rows = self.ndim == index.dim() == 2 and index.shape[1:] == self.shape[1:]
         if dim != 0 or not is_of_rows or index.stride(1) != 0:
             self._refuse("gather of other places than whole rows")
-        return self._with(hidden=self.hidden[index[:, 0]])
+        return self._replace(hidden=self.hidden[index[:, 0]])
 
     def __getitem__(self, index: Any) -> "Logits":
         """Returns the logits of the rows that `index` picks; all of their classes must be kept."""
         places = list(index) if isinstance(index, tuple) else [index]
-        missing = self.ndim - sum(_indexed_dimensions(place) for place in places)
+        count = self.ndim - sum(_indexed_dimensions(place) for place in places)
         ellipsis = next((k for k, place in enumerate(places) if place is Ellipsis), len(places))
-        places[ellipsis:ellipsis + 1] = [slice(None)] * missing
+        places[ellipsis:ellipsis + 1] = [slice(None)] * count
         if not places or places[-1] is None:
             self._refuse("a dimension behind the classes")
         # Now every dimension has an index, and the last one is that of the classes.
@@ -157,41 +159,41 @@ class Logits:
         if not isinstance(last, slice) or last.indices(width) != (0, width, 1):
             self._refuse("a choice of classes")
         places[-1] = slice(None)
-        return self._with(hidden=self.hidden[tuple(places)])
+        return self._replace(hidden=self.hidden[tuple(places)])
 
     # ---- bias, scale, soft cap
     def __add__(self, other: Any) -> "Logits":
         width = self._tap.num_classes
         is_bias = isinstance(
             other, Tensor) and other.dim() > 0 and (other.numel() == other.shape[-1] == width)
-        if not is_bias or self.bias is not None or self._is_capped or self._inner != 1.0:
+        if not is_bias or self.bias is not None or self._is_capped or self._inner_scale != 1.0:
             self._refuse("a sum with more than one bias, before any scale,")
-        if reason := unshared_training(other):
+        if reason := explain_untrainable_bias(other):
             self._tap.refuse(reason)
-        return self._with(bias=other)
+        return self._replace(bias=other)
 
-    def _scaled(self, factor: Any, operation: str) -> "Logits":
+    def _scale(self, factor: Any, operation: str) -> "Logits":
         is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         if not is_number or not 0 < factor < math.inf:
             got = factor if is_number else f"a {type(factor).__name__}"
             self._refuse(f"a {operation} with {got} in place of a positive number")
         if self._is_capped:
-            return self._with(outer=self._outer * factor)
-        return self._with(inner=self._inner * factor)
+            return self._replace(outer_scale=self._outer_scale * factor)
+        return self._replace(inner_scale=self._inner_scale * factor)
 
     def __mul__(self, other: Any) -> "Logits":
-        return self._scaled(other, "product")
+        return self._scale(other, "product")
 
     def __truediv__(self, other: Any) -> "Logits":
         is_number = isinstance(other, (int, float)) and other != 0
-        return self._scaled(1.0 / other if is_number else other, "quotient")
+        return self._scale(1.0 / other if is_number else other, "quotient")
 
     def tanh(self) -> "Logits":
         if self._is_capped:
             self._refuse("a second tanh")
-        return self._with(is_capped=True)
+        return self._replace(is_capped=True)
 
-    def _same(self, *_: Any, **__: Any) -> "Logits":
+    def _ignore_cast(self, *_: Any, **__: Any) -> "Logits":
         """Ignores casts and moves: the loss computes on its input's device, and sums in float32."""
         return self
 
@@ -204,7 +206,8 @@ class Logits:
     __radd__ = __add__
     __rmul__ = mul = multiply = __mul__
     true_divide = div
-    contiguous = clone = to = cpu = cuda = float = half = bfloat16 = double = type = type_as = _same
+    contiguous = clone = to = cpu = cuda = _ignore_cast
+    float = half = bfloat16 = double = type = type_as = _ignore_cast
 
     # ---- unsupported operations
     def __getattr__(self, name: str) -> Any:
@@ -212,17 +215,18 @@ class Logits:
             raise AttributeError(name)
         return self._refuse(name)
 
-    __setitem__ = _refused("an assignment to a part")
-    __sub__ = __rsub__ = __neg__ = __rtruediv__ = __pow__ = _refused("arithmetic")
-    __matmul__ = __rmatmul__ = _refused("a matrix product")
-    __lt__ = __gt__ = __le__ = __ge__ = _refused("a comparison")
-    __iter__ = __bool__ = __float__ = __int__ = __array__ = _refused("the values")
+    __setitem__ = _refuse_operation("an assignment to a part")
+    __sub__ = __rsub__ = __neg__ = __rtruediv__ = __pow__ = _refuse_operation("arithmetic")
+    __matmul__ = __rmatmul__ = _refuse_operation("a matrix product")
+    __lt__ = __gt__ = __le__ = __ge__ = _refuse_operation("a comparison")
+    __iter__ = __bool__ = __float__ = __int__ = __array__ = _refuse_operation("the values")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
         name, kwargs = function.__name__, kwargs or {}
-        logits = next(each for each in (*args, *kwargs.values()) if isinstance(each, Logits))
+        logits = next(argument
+                      for argument in (*args, *kwargs.values()) if isinstance(argument, Logits))
         is_first = len(args) > 0 and args[0] is logits
         if function is torch.nn.functional.cross_entropy and (is_first
                                                               or kwargs.get("input") is logits):

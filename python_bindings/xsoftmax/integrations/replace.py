@@ -122,7 +122,7 @@ def replace_head(model: nn.Module, name: str, loss_class: Type[Loss], **kwargs: 
         raise ValueError(f"replace_head: expected {name!r} as an nn.Linear, got one where its head "
                          f"is replaced already, by a {linear.loss._name}: call "
                          "xs.restore_head(model, loss) first")
-    pretrained = _pretrained(model, name)
+    pretrained = _find_pretrained(model, name)
     if pretrained is not None:
         from ..integrations import transformers
 
@@ -164,23 +164,24 @@ def restore_head(model: nn.Module, loss: LinearLoss, name: Optional[str] = None)
         key for key, module in model.named_modules() if isinstance(module, MovedHead)
     ]
     if name is None and len(places) != 1 or name is not None and name not in places:
-        wanted = ("one place where replace_head took a head out"
-                  if name is None else f"a head that was taken out of {name!r}")
-        raise ValueError(f"restore_head: expected {wanted}, got {places} in {type(model).__name__}")
+        expected = ("one place where replace_head took a head out"
+                    if name is None else f"a head that was taken out of {name!r}")
+        raise ValueError(
+            f"restore_head: expected {expected}, got {places} in {type(model).__name__}")
     loss.catch_up()
     model.set_submodule(places[0] if name is None else name, loss.linear)
     return loss.linear
 
 
-def _pretrained(model: nn.Module, name: str) -> Optional[Tuple[nn.Module, str]]:
+def _find_pretrained(model: nn.Module, name: str) -> Optional[Tuple[nn.Module, str]]:
     """Returns the innermost Transformers model that contains the layer `name`, and the layer's name
     within it."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return None
-    parts, found = name.split("."), None
+    parts, result = name.split("."), None
     for depth in range(len(parts)):
         module = model.get_submodule(".".join(parts[:depth]))
         if isinstance(module, transformers.PreTrainedModel):
-            found = module, ".".join(parts[depth:])
-    return found
+            result = module, ".".join(parts[depth:])
+    return result

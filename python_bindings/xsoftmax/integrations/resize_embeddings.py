@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..optim.first_step import known_optimizers
 from ..tables.resize import KNOWN_OPTIMIZERS, _states, resize_parameters
 from ..optim.catch_up import catch_up
-from .heads import Head, bias_after
+from .heads import Head, find_bias
 
 
 class _Snapshot:
@@ -36,23 +36,23 @@ class _Snapshot:
                         {id(each): each
                          for each in (model.config, model.config.get_text_config())}.values()]
 
-    def resized(self) -> Dict[Tensor, Tensor]:
+    def find_new_values(self) -> Dict[Tensor, Tensor]:
         """Returns the new values of each parameter whose number of rows changed."""
-        now = dict(self.model.named_parameters(remove_duplicate=False))
-        found: Dict[Tensor, Tensor] = {}
-        for name, (parameter, before) in self.tensors.items():
-            new = now[name].data if name in now else before
-            if new.shape != before.shape and new.shape[1:] == before.shape[1:]:
-                found.setdefault(parameter, new)
-        return found
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        result: Dict[Tensor, Tensor] = {}
+        for name, (parameter, old_values) in self.tensors.items():
+            values = parameters[name].data if name in parameters else old_values
+            if values.shape != old_values.shape and values.shape[1:] == old_values.shape[1:]:
+                result.setdefault(parameter, values)
+        return result
 
     def restore_parameters(self, parameters: Any) -> None:
         """Puts the original module and parameter objects back, with their original memory."""
         for module, (modules, tensors) in self.modules.items():
             for key, child in modules.items():
-                replaced = module._modules.get(key)
-                if replaced is not child and isinstance(child, nn.Linear):
-                    child.out_features = getattr(replaced, "out_features", child.out_features)
+                new_child = module._modules.get(key)
+                if new_child is not child and isinstance(child, nn.Linear):
+                    child.out_features = getattr(new_child, "out_features", child.out_features)
                 module._modules[key] = child
             module._parameters.update(
                 {key: value
@@ -85,33 +85,35 @@ def resize_embeddings(model: Any, head: Head, resize: Callable[[], Any]) -> Any:
         catch_up(parameter)
     try:
         result = resize()
-        resized = snapshot.resized()
+        new_values = snapshot.find_new_values()
         is_module = isinstance(result, nn.Module)
-        snapshot.restore_parameters(resized)
-        _resize_in_place(head, resized)
+        snapshot.restore_parameters(new_values)
+        _resize_in_place(head, new_values)
     except Exception:
         snapshot.restore()
         raise
     if head.loss.linear is not head.linear:
-        head.link_bias(None if head.bias is None else bias_after(model, head.name, head.linear))
+        head.link_bias(None if head.bias is None else find_bias(model, head.name, head.linear))
     return model.get_input_embeddings() if is_module else result
 
 
-def _resize_in_place(head: Head, resized: Dict[Tensor, Tensor]) -> None:
+def _resize_in_place(head: Head, new_values: Dict[Tensor, Tensor]) -> None:
     loss = head.loss
-    optimizers = [each for each in known_optimizers() if isinstance(each, KNOWN_OPTIMIZERS)]
-    for parameter, values in resized.items():  # may raise, so it runs before the first change
+    optimizers = [
+        candidate for candidate in known_optimizers() if isinstance(candidate, KNOWN_OPTIMIZERS)
+    ]
+    for parameter, values in new_values.items():  # may raise, so it runs before the first change
         for optimizer in optimizers:
             _states(loss._name, optimizer, [cast(nn.Parameter, parameter)], len(values))
-    count = len(resized.get(head.linear.weight, head.linear.weight))
+    count = len(new_values.get(head.linear.weight, head.linear.weight))
     if count != loss.num_classes:
         loss.resize_classes(count, optimizers=optimizers)  # may raise, so it runs first
-    others: List[Tuple[Tensor, Tensor]] = [(parameter, values)
-                                           for parameter, values in resized.items()
-                                           if len(parameter) != len(values)]
-    resize_parameters(loss._name, others, optimizers)
+    changes: List[Tuple[Tensor, Tensor]] = [(parameter, values)
+                                            for parameter, values in new_values.items()
+                                            if len(parameter) != len(values)]
+    resize_parameters(loss._name, changes, optimizers)
     with torch.no_grad():
         for parameter in (head.linear.weight, head.linear.bias):
-            if parameter in resized:
-                parameter.copy_(resized[parameter])
+            if parameter in new_values:
+                parameter.copy_(new_values[parameter])
     head.linear.out_features = loss.num_classes

@@ -51,10 +51,10 @@ class _AtK(torchmetrics.Metric):
 
     def update(self, predictions: Predictions, truth: Truth) -> None:
         total, count = self._sums(predictions, truth)
-        for name, more in zip(self._names, (total, count)):
+        for name, value in zip(self._names, (total, count)):
             state = getattr(self, name)
             setattr(self, name,
-                    state + (more.to(state.device) if isinstance(more, Tensor) else more))
+                    state + (value.to(state.device) if isinstance(value, Tensor) else value))
 
     def compute(self) -> Tensor:
         total, count = (getattr(self, name) for name in self._names)

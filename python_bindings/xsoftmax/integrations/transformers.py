@@ -17,8 +17,8 @@ from ..optim.first_step import row_optimizer, row_sparse_tables
 from .._core.public import public_names
 from ..tables.table_module import check_linear, has_own_forward
 from ..losses.linear_loss import LinearLoss, check_loss_class
-from .heads import Head, bias_after, transform_in, with_bias
-from .logits import NoLogits, UnsupportedHeadError, unshared_training
+from .heads import Head, find_bias, read_transform, replace_bias
+from .logits import NoLogits, UnsupportedHeadError, explain_untrainable_bias
 from .resize_embeddings import resize_embeddings
 from .accelerate import Accelerator
 
@@ -32,7 +32,7 @@ LOSS_STATE = "xsoftmax_loss.pt"
 
 
 class _WithLoss:
-    """Mixin that adds the loss to a model's class; :func:`_with_loss` derives from both."""
+    """Mixin that adds the loss to a model's class; :func:`_derive_class` derives from both."""
 
     _base_class: Type[nn.Module]
     _xsoftmax_head: Head
@@ -60,17 +60,17 @@ class _WithLoss:
 
 
 @functools.cache
-def _with_loss(base: Any) -> Type[nn.Module]:
+def _derive_class(base: Any) -> Type[nn.Module]:
     """Returns a subclass of a model's class that computes the loss when called with labels."""
     signature = inspect.signature(base.forward)
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args:
-            bound = signature.bind(self, *args, **kwargs).arguments
-            more = next((name for name, parameter in signature.parameters.items()
-                         if parameter.kind is inspect.Parameter.VAR_KEYWORD), "")
-            kwargs = {**bound.pop(more, {}), **bound}
+            arguments = signature.bind(self, *args, **kwargs).arguments
+            keyword_name = next((name for name, parameter in signature.parameters.items()
+                                 if parameter.kind is inspect.Parameter.VAR_KEYWORD), "")
+            kwargs = {**arguments.pop(keyword_name, {}), **arguments}
             kwargs.pop(next(iter(signature.parameters)))  # self
         labels = kwargs.pop("labels", None)
         if labels is None:
@@ -86,7 +86,7 @@ def _with_loss(base: Any) -> Type[nn.Module]:
 
 
 def _new(base: Any) -> Any:
-    kind = _with_loss(base)
+    kind = _derive_class(base)
     return kind.__new__(kind)
 
 
@@ -140,28 +140,29 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], *, name: Optional[str
             is given.
     """
     model = _base_model(model)
-    who = f"replace_head of {type(model).__name__}"
-    check_loss_class(who, loss_class)
-    known = getattr(model, "_xsoftmax_head", None)
-    if known is not None:
-        raise ValueError(f"{who}: expected a model as Transformers made it, got one whose head is "
-                         f"a {known.loss._name} already: call xs.restore_head(model, loss) first")
-    name, linear = _linear(who, model, _head_name(who, model) if name is None else name)
+    owner = f"replace_head of {type(model).__name__}"
+    check_loss_class(owner, loss_class)
+    old_head = getattr(model, "_xsoftmax_head", None)
+    if old_head is not None:
+        raise ValueError(
+            f"{owner}: expected a model as Transformers made it, got one whose head is "
+            f"a {old_head.loss._name} already: call xs.restore_head(model, loss) first")
+    name, linear = _linear(owner, model, _head_name(owner, model) if name is None else name)
     fixed_options = {"logit_scale", "softcap"} & kwargs.keys()
     if _embedding(model, "output") is linear:
-        kwargs = {**transform_in(model.config), **kwargs}
+        kwargs = {**read_transform(model.config), **kwargs}
     check_linear(f"{loss_class.__name__}.from_linear", linear)
-    bias = bias_after(model, name, linear)
-    if bias is not None and (reason := unshared_training(bias)):
-        raise UnsupportedHeadError(f"{who}: {reason}")
-    loss = loss_class.from_linear(with_bias(linear, bias), **kwargs)
+    bias = find_bias(model, name, linear)
+    if bias is not None and (reason := explain_untrainable_bias(bias)):
+        raise UnsupportedHeadError(f"{owner}: {reason}")
+    loss = loss_class.from_linear(replace_bias(linear, bias), **kwargs)
     loss.train(model.training)
-    more = [key for key, _ in loss.named_parameters() if not key.startswith("linear.")]
-    if more:
-        raise TypeError(f"{who}: expected a loss whose parameters are those of the Linear, got "
-                        f"{', '.join(more)} beside them")
+    other_names = [key for key, _ in loss.named_parameters() if not key.startswith("linear.")]
+    if other_names:
+        raise TypeError(f"{owner}: expected a loss whose parameters are those of the Linear, got "
+                        f"{', '.join(other_names)} beside them")
     head = Head(loss, linear, bias, name, shift, fixed_options)
-    for module in model.modules() if loss._row_gradients() else ():
+    for module in model.modules() if loss._has_row_gradients() else ():
         if not isinstance(module, nn.Embedding) or module.weight is not linear.weight:
             continue
         if not module.sparse:
@@ -169,7 +170,7 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], *, name: Optional[str
             head.made_sparse.append(module)
     object.__setattr__(model, "_xsoftmax_head", head)
     kind: Any = type(model)
-    model.__class__ = _with_loss(kind)
+    model.__class__ = _derive_class(kind)
     return loss
 
 
@@ -196,43 +197,43 @@ def restore_head(model: nn.Module, loss: LinearLoss) -> nn.Linear:
     Raises:
         ValueError: the loss belongs to another model, or the model's head is not replaced.
     """
-    inner = _base_model(model)
-    head = getattr(inner, "_xsoftmax_head", None)
+    base = _base_model(model)
+    head = getattr(base, "_xsoftmax_head", None)
     if head is None or head.loss is not loss and head.loss.linear is not loss.linear:
         raise ValueError("restore_head: expected the loss that replace_head gave for this "
-                         f"{type(inner).__name__}, got another {type(loss).__name__}")
+                         f"{type(base).__name__}, got another {type(loss).__name__}")
     loss.catch_up()
     head.remove()
-    inner.__class__ = inner._base_class
-    del inner._xsoftmax_head
+    base.__class__ = base._base_class
+    del base._xsoftmax_head
     linear: nn.Linear = head.linear
     return linear
 
 
 def _base_model(model: nn.Module) -> Any:
     """Returns the PreTrainedModel: `model` itself, or the one inside a PEFT model."""
-    found = next(
+    base = next(
         (module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)),
         None)
-    if found is None:
+    if base is None:
         raise TypeError("replace_head: expected a model of Transformers, got "
                         f"{type(model).__name__}")
-    return found
+    return base
 
 
-def _head_name(who: str, model: Any) -> str:
+def _head_name(owner: str, model: Any) -> str:
     """Returns the name of the output embeddings."""
     head = _embedding(model, "output")
     name = None if head is None else next(
         (key for key, module in model.named_modules() if module is head), None)
     if name is None:
         layers = [key for key, module in model.named_modules() if isinstance(module, nn.Linear)]
-        raise ValueError(f"{who}: expected the name of its head, since it has no output "
+        raise ValueError(f"{owner}: expected the name of its head, since it has no output "
                          f"embeddings; its Linear layers end with {layers[-3:]}")
     return name
 
 
-def _linear(who: str, model: Any, name: str) -> Tuple[str, nn.Linear]:
+def _linear(owner: str, model: Any, name: str) -> Tuple[str, nn.Linear]:
     """Returns the name of the Linear that is trained, and the Linear. With PEFT's
     `modules_to_save` this is PEFT's copy."""
     module = model.get_submodule(name)
@@ -244,7 +245,7 @@ def _linear(who: str, model: Any, name: str) -> Tuple[str, nn.Linear]:
         hint = ""
         if hasattr(module, "base_layer"):
             hint = ": put the head among modules_to_save, not among target_modules"
-        raise UnsupportedHeadError(f"{who}: expected {name} to be a plain nn.Linear, got "
+        raise UnsupportedHeadError(f"{owner}: expected {name} to be a plain nn.Linear, got "
                                    f"{type(module).__name__} ({type(module).__module__}){hint}")
     return name, module
 
@@ -280,8 +281,8 @@ class RowTrainer:
         tables = row_sparse_tables()
         if model is None or not any(id(parameter) in tables for parameter in model.parameters()):
             return kind, kwargs
-        ours = row_optimizer(kind) if inspect.isclass(kind) and kind in _SAME_STEPS else None
-        if ours is None:
+        row_name = row_optimizer(kind) if inspect.isclass(kind) and kind in _SAME_STEPS else None
+        if row_name is None:
             raise ValueError(
                 "TrainingArguments: expected optim as an Adam, AdamW, SGD or Adagrad of torch, in "
                 "whose place an optimizer for row-sparse gradients comes, got "
@@ -289,15 +290,17 @@ class RowTrainer:
                 f"{getattr(kind, '__name__', kind)} may take none: give "
                 "optimizers=(xs.optim.RowAdam(model.parameters()), None) or another of yours, or "
                 "make the loss with sparse_grad=False")
-        known = inspect.signature(getattr(optim, ours).__init__).parameters
-        return getattr(optim, ours), {key: value for key, value in kwargs.items() if key in known}
+        row_arguments = inspect.signature(getattr(optim, row_name).__init__).parameters
+        return getattr(
+            optim, row_name), {key: value
+                               for key, value in kwargs.items() if key in row_arguments}
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         options = [
             name for name in ("label_smoother", "compute_loss_func")
             if getattr(self, name, None) is not None
         ]
-        if options and "labels" in inputs and _head_of(model) is not None:
+        if options and "labels" in inputs and _find_head(model) is not None:
             is_smoother = options[0] == "label_smoother"
             argument = "label_smoothing_factor of 0" if is_smoother else "no compute_loss_func"
             raise ValueError(
@@ -309,11 +312,11 @@ class RowTrainer:
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool,
                         ignore_keys: Any = None) -> Any:
         step = super().prediction_step  # type: ignore[misc]
-        if prediction_loss_only or _head_of(model) is None or "labels" not in inputs:
+        if prediction_loss_only or _find_head(model) is None or "labels" not in inputs:
             return step(model, inputs, prediction_loss_only, ignore_keys)
         loss, _, labels = step(model, dict(inputs), True, ignore_keys)
-        without = {key: value for key, value in inputs.items() if key != "labels"}
-        _, logits, _ = step(model, without, False, ignore_keys)
+        unlabelled_inputs = {key: value for key, value in inputs.items() if key != "labels"}
+        _, logits, _ = step(model, unlabelled_inputs, False, ignore_keys)
         if labels is None:
             prepared = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
             labels = prepared["labels"].detach()
@@ -321,7 +324,7 @@ class RowTrainer:
 
     def _save(self, output_dir: Optional[str] = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
-        head = _head_of(self.model)  # type: ignore[attr-defined]
+        head = _find_head(self.model)  # type: ignore[attr-defined]
         state = {} if head is None else {
             key: value
             for key, value in head.loss.state_dict().items() if not key.startswith("linear.")
@@ -332,7 +335,7 @@ class RowTrainer:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        head = _head_of(self.model)  # type: ignore[attr-defined]
+        head = _find_head(self.model)  # type: ignore[attr-defined]
         path = os.path.join(resume_from_checkpoint, LOSS_STATE)
         if head is not None and os.path.exists(path):
             linear = {
@@ -345,7 +348,7 @@ class RowTrainer:
 _SAME_STEPS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
-def _head_of(model: Any) -> Optional[Head]:
+def _find_head(model: Any) -> Optional[Head]:
     """Returns the replaced head of a model, or of a model inside it."""
     return next(
         (module._xsoftmax_head

@@ -114,19 +114,20 @@ def cached_step(loss: Callable[..., Tensor], towers: Sequence[Tuple[Callable[...
         vectors.append(torch.cat(parts).requires_grad_())
     value = loss(*vectors, *args, **kwargs)
     backward(value)
-    after = _RandomState()
+    final_state = _RandomState()
     try:
-        for (tower, inputs), size, of_vectors, before in zip(towers, sizes, vectors, states):
-            if of_vectors.grad is None:  # the loss does not depend on it
+        for (tower, inputs), size, tower_vectors, chunk_states in zip(towers, sizes, vectors,
+                                                                      states):
+            if tower_vectors.grad is None:  # the loss does not depend on it
                 continue
-            for (part, chunk), state in zip(_chunks(inputs, size, chunk_size), before):
+            for (part, chunk), state in zip(_chunks(inputs, size, chunk_size), chunk_states):
                 state.restore()
-                alone = part.stop < size and hasattr(tower, "no_sync")
+                skips_sync = part.stop < size and hasattr(tower, "no_sync")
                 with tower.no_sync(  # type: ignore[attr-defined]
-                ) if alone else contextlib.nullcontext():
-                    made = _call(tower, chunk)
-                    if made.requires_grad:
-                        made.backward(of_vectors.grad[part].to(made.dtype))
+                ) if skips_sync else contextlib.nullcontext():
+                    output = _call(tower, chunk)
+                    if output.requires_grad:
+                        output.backward(tower_vectors.grad[part].to(output.dtype))
     finally:
-        after.restore()  # also after an error: the next step must not repeat random numbers
+        final_state.restore()  # also after an error: the next step must not repeat random numbers
     return value.detach()

@@ -21,17 +21,19 @@ class CandidateLoss(LinearLoss):
                               for name in self._option_names},
                            **logit_options(self.logit_scale, self.softcap))
 
-    def _counted(self, input: Tensor, target: Tensor, soft: bool = False) -> tuple[Tensor, Tensor]:
+    def _prepare_sampling(self, input: Tensor, target: Tensor,
+                          soft: bool = False) -> tuple[Tensor, Tensor]:
         """Returns the queries and targets to pass to a sampler.
 
         Queries are [Q, D], multiplied by `logit_scale`, and zero where a target is ignored. Targets
         are [Q], or [Q, T] for multiple positives, and -1 where ignored.
         """
-        self._queries(input, self._given(input, target))
+        self._queries(input, self._check_tensors(input, target))
         self._check_step()
-        queries, counted = torch.ops.xsoftmax.counted_queries(input, target, self.linear.weight,
-                                                              self.ignore_index, soft)
-        return queries if self.logit_scale == 1.0 else queries * self.logit_scale, counted
+        queries, sampler_target = torch.ops.xsoftmax.counted_queries(input, target,
+                                                                     self.linear.weight,
+                                                                     self.ignore_index, soft)
+        return queries if self.logit_scale == 1.0 else queries * self.logit_scale, sampler_target
 
     def _refresh_due(self) -> bool:
         """Returns whether the next step refreshes a sampler from the table. Such a refresh runs
@@ -41,15 +43,15 @@ class CandidateLoss(LinearLoss):
         return not torch.compiler.is_compiling() and any(
             sampler.follows_table and sampler.refresh_due() for sampler in self._samplers())
 
-    def _one_step(self, input: Tensor, target: Tensor, state: List[Tensor], sampler: str,
+    def _run_step(self, input: Tensor, target: Tensor, state: List[Tensor], sampler: str,
                   generator: Optional[torch.Generator], training: bool, prepares: bool,
-                  others: List[Optional[Tensor]]) -> Tensor:
+                  optional_tensors: List[Optional[Tensor]]) -> Tensor:
         """Runs a step as one operator, from hidden states to the reduced loss."""
-        self._check_queries(input, self._given(input, target))
+        self._check_queries(input, self._check_tensors(input, target))
         self._check_step()
         return torch.ops.xsoftmax.sampled_step(input, self.linear.weight, self.linear.bias, target,
                                                state, sampler, self._options, generator, training,
-                                               prepares, others)
+                                               prepares, optional_tensors)
 
     def _candidate_loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet],
                         log_z: Optional[Tensor], target_prob: Optional[Tensor] = None) -> Tensor:

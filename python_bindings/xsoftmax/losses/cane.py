@@ -210,42 +210,43 @@ class CaneLoss(CandidateLoss):
                                     f"{str(candidates.dtype).removeprefix('torch.')}: {hint}")
         if not self.training:
             return self.exact(input, target, None)
-        given = self._given_candidates(input, candidates)
-        description, state = self._describe(given)
+        call_candidates = self._check_candidates(input, candidates)
+        description, state = self._describe(call_candidates)
         if description != "":
-            others: List[Optional[Tensor]] = []
+            optional_tensors: List[Optional[Tensor]] = []
             if self.weight is not None:
-                others = [self.weight, None, None, None, None]
-            return self._one_step(input, target, state, description, generator, True, True, others)
-        queries, counted = self._counted(input, target)
+                optional_tensors = [self.weight, None, None, None, None]
+            return self._run_step(input, target, state, description, generator, True, True,
+                                  optional_tensors)
+        queries, sampler_target = self._prepare_sampling(input, target)
         if self.candidate_sampler is not None:
             self.candidate_sampler.prepare(self.linear.weight, self.linear.bias, generator)
         self.noise.prepare(self.linear.weight, self.linear.bias, generator)
-        found = self._candidates(queries, counted, given, generator)
-        noise = self.noise.sample_outside(queries, found, counted, generator)
-        ids, log_count = torch.ops.xsoftmax.always_scored_set(found)
+        candidate_ids = self._candidates(queries, sampler_target, call_candidates, generator)
+        noise = self.noise.sample_outside(queries, candidate_ids, sampler_target, generator)
+        ids, log_count = torch.ops.xsoftmax.always_scored_set(candidate_ids)
         return self._candidate_loss(input, target,
                                     [CandidateSet(ids, log_count, None, True), noise], None)
 
-    def _given_candidates(self, input: Tensor, given: Optional[Tensor]) -> Optional[Tensor]:
+    def _check_candidates(self, input: Tensor, candidates: Optional[Tensor]) -> Optional[Tensor]:
         """Returns the caller's candidates, int64 [C] or [Q, C], or None if the loss has its own."""
-        own = self.candidate_sampler is not None or self.candidates is not None
-        if given is None:
-            if not own:
+        has_candidates = self.candidate_sampler is not None or self.candidates is not None
+        if candidates is None:
+            if not has_candidates:
                 raise ValueError(f"{self._name}: expected candidates in each call of a loss that "
                                  "was "
                                  "made with candidates=None, got none")
             return None
-        if own:
+        if has_candidates:
             raise ValueError(f"{self._name}: expected no candidates in the call of a loss that "
                              "has its own, got some: make it with candidates=None")
-        if given.dim() == 0 or (given.dim() != 1
-                                and list(given.shape[:-1]) != list(input.shape[:-1])):
+        if candidates.dim() == 0 or (candidates.dim() != 1
+                                     and list(candidates.shape[:-1]) != list(input.shape[:-1])):
             raise ValueError(f"{self._name}: expected candidates of shape [C], or that of "
-                             f"target with one more dimension, got {list(given.shape)}")
-        return given if given.dim() <= 2 else given.flatten(0, -2)
+                             f"target with one more dimension, got {list(candidates.shape)}")
+        return candidates if candidates.dim() <= 2 else candidates.flatten(0, -2)
 
-    def _describe(self, given: Optional[Tensor]) -> Tuple[str, List[Tensor]]:
+    def _describe(self, call_candidates: Optional[Tensor]) -> Tuple[str, List[Tensor]]:
         """Returns candidates and noise in the form that operators take: a description and its
         tensors.
 
@@ -257,21 +258,22 @@ class CaneLoss(CandidateLoss):
         if noise == "" or self._refresh_due():
             return "", []
         state = self.noise.state_tensors()
-        if given is not None:
-            return "cane:0:[given:1:;" + noise + "]", [given] + state
+        if call_candidates is not None:
+            return "cane:0:[given:1:;" + noise + "]", [call_candidates] + state
         if fixed is not None:
             return "cane:0:[head:1:;" + noise + "]", [fixed] + state
         assert sampler is not None
-        found = sampler.describe()
-        return "" if found == "" else "cane:0:[" + found + ";" + noise + "]", sampler.state_tensors(
-        ) + state
+        description = sampler.describe()
+        if description != "":
+            description = "cane:0:[" + description + ";" + noise + "]"
+        return description, sampler.state_tensors() + state
 
-    def _candidates(self, queries: Tensor, target: Tensor, given: Optional[Tensor],
+    def _candidates(self, queries: Tensor, target: Tensor, call_candidates: Optional[Tensor],
                     generator: Optional[torch.Generator]) -> Tensor:
         """Returns the candidates, int64 [C] or [Q, C], with -1 as padding."""
         sampler, fixed = self.candidate_sampler, self.candidates
-        if given is not None:
-            return torch.ops.xsoftmax.candidate_set(given, self.num_classes)
+        if call_candidates is not None:
+            return torch.ops.xsoftmax.candidate_set(call_candidates, self.num_classes)
         if fixed is not None:
             return fixed
         assert sampler is not None

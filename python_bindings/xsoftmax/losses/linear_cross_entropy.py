@@ -70,7 +70,7 @@ class LinearCrossEntropyLoss(LinearLoss):
             message contains its position.
         RuntimeError: a call inside a transform of ``torch.func``.
     """
-    def _row_gradients(self) -> bool:
+    def _has_row_gradients(self) -> bool:
         return False
 
     def forward(self, input: Tensor, target: Tensor,

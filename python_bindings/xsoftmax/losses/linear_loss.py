@@ -12,8 +12,8 @@ from .. import retrieval
 from .._core.checks import check_count, check_number, check_target_prob
 from .._core.options import logit_options, option_text
 from ..tables.resize import resize_classes
-from ..tables.table_module import (TableModule, check_linear, check_queries, flattened, make_linear,
-                                   refuse_parametrized)
+from ..tables.table_module import (TableModule, check_linear, check_queries, flatten_queries,
+                                   make_linear, refuse_parametrized)
 from .._core.typing import Numbers
 from ..estimators import check_estimator
 from ..samplers import Sampler
@@ -95,20 +95,20 @@ class LinearLoss(TableModule):
             self._set_exact_options()
         super()._update_texts(name)
 
-    def _with_reduction(self: Loss, reduction: str) -> Loss:
+    def _copy_with_reduction(self: Loss, reduction: str) -> Loss:
         """Returns a shallow copy of a loss of reduction "mean", with another reduction, for a
         single call.
 
         It shares all tensors and modules, so threads may call it and the loss at the same time.
         """
-        copied = type(self).__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        copied.__dict__.pop("_compiled_call_impl", None)  # compiled for the loss itself
-        copied.__dict__["reduction"] = reduction
+        loss = type(self).__new__(type(self))
+        loss.__dict__.update(self.__dict__)
+        loss.__dict__.pop("_compiled_call_impl", None)  # compiled for the loss itself
+        loss.__dict__["reduction"] = reduction
         for name in {"_options", "_exact_options"} & self.__dict__.keys():
             text = self.__dict__[name].replace("reduction=mean", f"reduction={reduction}")
-            copied.__dict__[name] = text
-        return copied
+            loss.__dict__[name] = text
+        return loss
 
     @classmethod
     def from_linear(cls: Type[Loss], linear: nn.Linear, **kwargs: Any) -> Loss:
@@ -130,14 +130,15 @@ class LinearLoss(TableModule):
                 does and sparse_grad is not False.
         """
         check_linear(f"{cls.__name__}.from_linear", linear)
-        if given := {"in_features", "num_classes", "bias", "device", "dtype"} & set(kwargs):
+        if layer_arguments := {"in_features", "num_classes", "bias", "device", "dtype"
+                               } & set(kwargs):
             raise TypeError(f"{cls.__name__}.from_linear: expected arguments other than those of "
-                            f"the linear layer, got {', '.join(sorted(given))}")
+                            f"the linear layer, got {', '.join(sorted(layer_arguments))}")
         # The table of the constructor is discarded. On the meta device it costs nothing.
         loss = cls(linear.in_features, linear.out_features, bias=linear.bias is not None,
                    device="meta", **kwargs)
         loss.linear = linear
-        if loss._row_gradients():
+        if loss._has_row_gradients():
             refuse_parametrized(loss)
         loss.to(linear.weight.device)
         return loss
@@ -146,14 +147,16 @@ class LinearLoss(TableModule):
         tables: List[Optional[Tensor]] = [self.linear.weight, self.linear.bias]
         return tables
 
-    def _other_table(self, state_dict: Dict[str, Any], prefix: str) -> List[str]:
-        saved, rows = state_dict.get(prefix + "linear.weight"), self.linear.weight
-        if not isinstance(saved,
-                          Tensor) or saved.shape[1:] != rows.shape[1:] or saved.shape == rows.shape:
+    def _explain_table_size(self, state_dict: Dict[str, Any], prefix: str) -> List[str]:
+        saved_rows, rows = state_dict.get(prefix + "linear.weight"), self.linear.weight
+        if not isinstance(
+                saved_rows,
+                Tensor) or saved_rows.shape[1:] != rows.shape[1:] or saved_rows.shape == rows.shape:
             return []
-        hint = (f"call resize_classes({len(saved)}) before load_state_dict, and give the loss its "
-                "former number by resize_classes after it")
-        got = f"expected a checkpoint of {len(rows)} classes, got one of {len(saved)}"
+        hint = (
+            f"call resize_classes({len(saved_rows)}) before load_state_dict, and give the loss its "
+            "former number by resize_classes after it")
+        got = f"expected a checkpoint of {len(rows)} classes, got one of {len(saved_rows)}"
         return [f"{self._name}: {got}: {hint}"]
 
     def resize_classes(
@@ -233,7 +236,7 @@ class LinearLoss(TableModule):
 
     def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
         self._check_queries(input, target)
-        return flattened(input)
+        return flatten_queries(input)
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor, target_prob: Optional[Tensor] = None) -> Tensor:
@@ -261,32 +264,32 @@ class LinearLoss(TableModule):
             ValueError, TypeError, IndexError: same as :class:`LinearCrossEntropyLoss`.
         """
         if target_prob is not None:
-            return self._exact_of_soft(input, target, target_prob)
-        if self._given(input, target).dim() == input.dim():
-            return self._exact_of_several(input, target)
+            return self._compute_soft_loss(input, target, target_prob)
+        if self._check_tensors(input, target).dim() == input.dim():
+            return self._compute_positives_loss(input, target)
         loss = torch.ops.xsoftmax.linear_cross_entropy(self._table_queries(input, target),
                                                        self.linear.weight, self.linear.bias,
                                                        target.reshape(-1), self.weight,
                                                        self._exact_options)
         return loss.reshape(target.shape) if self.reduction == "none" else loss
 
-    def _exact_of_soft(self, input: Tensor, target: Tensor, target_prob: Tensor) -> Tensor:
-        self._check_soft(input, target, target_prob)
+    def _compute_soft_loss(self, input: Tensor, target: Tensor, target_prob: Tensor) -> Tensor:
+        self._check_soft_targets(input, target, target_prob)
         self._table_queries(input, target)
         return torch.ops.xsoftmax.linear_soft_loss(input, self.linear.weight, self.linear.bias,
                                                    target, target_prob, self.weight,
                                                    self._exact_options)
 
-    def _check_soft(self, input: Tensor, target: Tensor, target_prob: Tensor) -> None:
+    def _check_soft_targets(self, input: Tensor, target: Tensor, target_prob: Tensor) -> None:
         """Makes the checks of a soft target that precede those of the operator."""
-        self._given(input, target)
+        self._check_tensors(input, target)
         if not torch.jit.is_scripting():
             check_target_prob(self._name, target_prob, target, self.num_classes)
         if self.label_smoothing != 0.0:
             raise ValueError(f"{self._name}: expected label_smoothing=0 with target_prob, got "
                              f"{self.label_smoothing}")
 
-    def _exact_of_several(self, input: Tensor, target: Tensor) -> Tensor:
+    def _compute_positives_loss(self, input: Tensor, target: Tensor) -> Tensor:
         self._table_queries(input, target)
         if self.label_smoothing != 0.0:
             raise ValueError(f"{self._name}: expected label_smoothing=0 with several positives of "
@@ -392,12 +395,12 @@ class LinearLoss(TableModule):
                 is not int64.
             IndexError: an id of `exclude` is neither in [0, N) nor -1 (checked on the CPU only).
         """
-        k = self._best(k)
+        k = self._check_k(k)
         values, indices = torch.ops.xsoftmax.linear_topk(self._table_queries(input, None),
                                                          self.linear.weight, self.linear.bias,
-                                                         self._with_excluded(k, input, exclude),
+                                                         self._add_excluded(k, input, exclude),
                                                          self._logit_options)
-        return self._without_excluded(values, indices, k, input, exclude)
+        return self._drop_excluded(values, indices, k, input, exclude)
 
     def search(self, input: Tensor, k: int, *, index: str = "midx", recall: Optional[float] = None,
                max_cells: Optional[int] = None,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .._core.checks import check_count, check_generator, check_tensor, distinct_ids
-from .._core.memory import device_of_values, moved_table
+from .._core.memory import device_of_values, move_table
 from ..estimators import check_estimator, has_noise, has_normalizer, is_registered, registered_loss
 from .candidate_loss import CandidateLoss
 from .._core.typing import Numbers
@@ -155,7 +155,7 @@ class SampledSoftmaxLoss(CandidateLoss):
         name = self._name
         outside = estimator == "complementary_sum"
         if not outside and estimator is not None:
-            check_estimator(name, estimator, label_smoothing, more=("complementary_sum",))
+            check_estimator(name, estimator, label_smoothing, other_names=("complementary_sum",))
         if weight is not None and label_smoothing != 0.0:
             raise ValueError(f"{name}: expected label_smoothing=0 with class weights, got "
                              f"{label_smoothing}: a sample does not estimate the weighted mean "
@@ -167,8 +167,8 @@ class SampledSoftmaxLoss(CandidateLoss):
             raise ValueError(f"{name}: expected shared=False, head_classes=0 and label_smoothing=0 "
                              f"with estimator=\"complementary_sum\", got shared={shared}, "
                              f"{head.numel()} head classes and label_smoothing={label_smoothing}")
-        none = sampler is None
-        if none and num_samples is None and shared is None:
+        has_no_sampler = sampler is None
+        if has_no_sampler and num_samples is None and shared is None:
             sampler = FixedSampler(num_classes, 0)
         if isinstance(sampler, str) and outside:
             sampler = make_noise_sampler(name, sampler, 20 if num_samples is None else num_samples,
@@ -177,13 +177,14 @@ class SampledSoftmaxLoss(CandidateLoss):
             if shared is None and estimator is not None and has_noise(estimator):
                 shared = False  # noise is private to each query
             options = {} if shared is None else {"shared": shared}
-            sampler = self._named(sampler, num_samples, bias, options)
+            sampler = self._make_named_sampler(sampler, num_samples, bias, options)
         elif not isinstance(sampler, Sampler):
             argument = (f"num_samples={num_samples}"
                         if num_samples is not None else f"shared={shared}")
-            used, got = (f" with {argument}", "None") if none else ("", type(sampler).__name__)
+            suffix, got = (f" with {argument}",
+                           "None") if has_no_sampler else ("", type(sampler).__name__)
             raise TypeError(f"{name}: expected sampler as a Sampler or one of "
-                            f"{sampler_names()}{used}, got {got}")
+                            f"{sampler_names()}{suffix}, got {got}")
         elif num_samples is not None or shared is not None:
             argument = (f"num_samples={num_samples}"
                         if num_samples is not None else f"shared={shared}")
@@ -193,7 +194,7 @@ class SampledSoftmaxLoss(CandidateLoss):
         if sampler.num_classes != num_classes:
             raise ValueError(f"{name}: expected a sampler of {num_classes} classes, got one of "
                              f"{sampler.num_classes}")
-        if sampler.num_samples == 0 and head.numel() == 0 and not none:
+        if sampler.num_samples == 0 and head.numel() == 0 and not has_no_sampler:
             raise ValueError(f"{name}: expected classes to score, got num_samples=0 and "
                              "head_classes=0")
         estimator = ("sampled_softmax"
@@ -213,15 +214,16 @@ class SampledSoftmaxLoss(CandidateLoss):
         if outside:  # this claims the sampler, as the call below does: all checks come before
             sampler = outside_target(sampler)
         elif head.numel() > 0:
-            left = sampler.excluding(head)
-            if left is None:
-                left, self.head = UnionSampler(FixedSampler(num_classes, head), sampler), head[:0]
-            sampler = left
+            tail_sampler = sampler.excluding(head)
+            if tail_sampler is None:
+                tail_sampler, self.head = UnionSampler(FixedSampler(num_classes, head),
+                                                       sampler), head[:0]
+            sampler = tail_sampler
         sampler._claim(name)
         self.sampler = sampler.to(device)
 
-    def _named(self, sampler: str, num_samples: Optional[int], bias: bool,
-               options: Dict[str, bool]) -> Sampler:
+    def _make_named_sampler(self, sampler: str, num_samples: Optional[int], bias: bool,
+                            options: Dict[str, bool]) -> Sampler:
         """Creates a sampler by its name."""
         if num_samples is not None:
             check_count(self._name, "num_samples", num_samples, 0)
@@ -241,23 +243,24 @@ class SampledSoftmaxLoss(CandidateLoss):
         return {"head_classes": self.head}
 
     def _init_log_z(self, log_z: Union[float, str], device: Device) -> None:
-        learned = isinstance(log_z, str) and log_z == "learned"
-        if not learned and (isinstance(log_z, bool) or not isinstance(log_z, numbers.Real)
-                            or not math.isfinite(log_z)):
+        is_learned = isinstance(log_z, str) and log_z == "learned"
+        if not is_learned and (isinstance(log_z, bool) or not isinstance(log_z, numbers.Real)
+                               or not math.isfinite(log_z)):
             raise ValueError("SampledSoftmaxLoss: expected log_z as a finite number or "
                              f"\"learned\", got {log_z!r}")
         if log_z != 0 and self.estimator != "nce":
             raise ValueError("SampledSoftmaxLoss: expected log_z=0 with "
                              f"estimator={self.estimator!r}, which does not use it, got {log_z!r}: "
                              "only \"nce\" does")
-        self.fixed_log_z = 0.0 if learned else float(log_z)
-        self.register_parameter("log_z",
-                                nn.Parameter(torch.zeros((), device=device)) if learned else None)
+        self.fixed_log_z = 0.0 if is_learned else float(log_z)
+        self.register_parameter(
+            "log_z",
+            nn.Parameter(torch.zeros((), device=device)) if is_learned else None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         head = self.head
         super()._apply(fn, recurse)
-        self.head = moved_table(self._name, head, self.head)
+        self.head = move_table(self._name, head, self.head)
         return self
 
     def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None,
@@ -297,8 +300,8 @@ class SampledSoftmaxLoss(CandidateLoss):
             check_generator(self._name, generator)
         if not self.training:
             return self.exact(input, target, target_prob)
-        return self._sampled(input, target, generator, negatives, negative_log_count, True,
-                             target_prob)
+        return self._compute_sampled_loss(input, target, generator, negatives, negative_log_count,
+                                          True, target_prob)
 
     @torch.jit.export
     def estimate(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None,
@@ -312,30 +315,32 @@ class SampledSoftmaxLoss(CandidateLoss):
         """
         if not torch.jit.is_scripting():
             check_generator(self._name, generator)
-        return self._sampled(input, target, generator, negatives, negative_log_count, False,
-                             target_prob)
+        return self._compute_sampled_loss(input, target, generator, negatives, negative_log_count,
+                                          False, target_prob)
 
-    def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator],
-                 negatives: Optional[Tensor], negative_log_count: Optional[Tensor], prepares: bool,
-                 target_prob: Optional[Tensor] = None) -> Tensor:
+    def _compute_sampled_loss(self, input: Tensor, target: Tensor,
+                              generator: Optional[torch.Generator], negatives: Optional[Tensor],
+                              negative_log_count: Optional[Tensor], prepares: bool,
+                              target_prob: Optional[Tensor] = None) -> Tensor:
         description = self._description(prepares)
         if description != "":
             return self._step(input, target, generator, negatives, negative_log_count, prepares,
                               target_prob, description)
-        listed = target if target_prob is None else self._listed_for_sampling(
+        target_ids = target if target_prob is None else self._merge_soft_targets(
             input, target, target_prob)
-        queries, counted = self._counted(input, listed, target_prob is not None)
+        queries, sampler_target = self._prepare_sampling(input, target_ids, target_prob is not None)
         # Before the sampler changes, since it may raise.
-        given = self._given_set(input, negatives, negative_log_count)
-        self._check_loss(input, listed, target_prob is not None)
+        negative_set = self._make_negative_set(input, negatives, negative_log_count)
+        self._check_loss(input, target_ids, target_prob is not None)
         if prepares:
             self.sampler.prepare(self.linear.weight, self.linear.bias, generator)
-        if given is None:
-            sets = self.propose(queries, counted, generator)
-        elif given.distinct:
-            sets = self._with_head(self._beside(given, queries, counted, generator))
+        if negative_set is None:
+            sets = self.propose(queries, sampler_target, generator)
+        elif negative_set.distinct:
+            sets = self._add_head(
+                self._draw_with_negatives(negative_set, queries, sampler_target, generator))
         else:
-            sets = self.propose(queries, counted, generator) + [given]
+            sets = self.propose(queries, sampler_target, generator) + [negative_set]
         return self._loss(input, target, sets, target_prob)
 
     def _description(self, prepares: bool) -> str:
@@ -358,21 +363,21 @@ class SampledSoftmaxLoss(CandidateLoss):
               negatives: Optional[Tensor], negative_log_count: Optional[Tensor], prepares: bool,
               target_prob: Optional[Tensor], description: str) -> Tensor:
         if target_prob is not None:
-            self._check_soft(input, target, target_prob)
+            self._check_soft_targets(input, target, target_prob)
         if negatives is None and (negative_log_count is not None or self.sampler.num_samples == 0):
-            self._given_set(input, negatives, negative_log_count)  # raises
+            self._make_negative_set(input, negatives, negative_log_count)  # raises
         if not torch.jit.is_scripting():
             self._check_negatives(negatives, negative_log_count)
         state = self.sampler.state_tensors()
         if self.head.numel() > 0:
             state = [self.head] + state
-        others: List[Optional[Tensor]] = []
+        optional_tensors: List[Optional[Tensor]] = []
         log_z = self._log_z(input)
         if (self.weight is not None or log_z is not None or target_prob is not None
                 or negatives is not None):
-            others = [self.weight, log_z, target_prob, negatives, negative_log_count]
-        return self._one_step(input, target, state, description, generator, self.sampler.training,
-                              prepares, others)
+            optional_tensors = [self.weight, log_z, target_prob, negatives, negative_log_count]
+        return self._run_step(input, target, state, description, generator, self.sampler.training,
+                              prepares, optional_tensors)
 
     def _check_loss(self, input: Tensor, target: Tensor, soft: bool) -> None:
         if not torch.jit.is_scripting():
@@ -387,16 +392,16 @@ class SampledSoftmaxLoss(CandidateLoss):
             if tensor is not None:
                 check_tensor(self._name, name, tensor)
 
-    def _listed_for_sampling(self, input: Tensor, target: Tensor, target_prob: Tensor) -> Tensor:
+    def _merge_soft_targets(self, input: Tensor, target: Tensor, target_prob: Tensor) -> Tensor:
         if self.estimator != "sampled_softmax":
             raise ValueError(f"{self._name}: expected estimator=\"sampled_softmax\" with "
                              f"target_prob, got {self.estimator}")
-        self._check_soft(input, target, target_prob)
+        self._check_soft_targets(input, target, target_prob)
         return torch.ops.xsoftmax.soft_targets(input, target, target_prob, self.ignore_index,
                                                self._name)
 
-    def _given_set(self, input: Tensor, negatives: Optional[Tensor],
-                   log_count: Optional[Tensor]) -> Optional[CandidateSet]:
+    def _make_negative_set(self, input: Tensor, negatives: Optional[Tensor],
+                           log_count: Optional[Tensor]) -> Optional[CandidateSet]:
         if negatives is None:
             if log_count is not None:
                 raise ValueError(f"{self._name}: expected negatives with negative_log_count, got "
@@ -411,37 +416,40 @@ class SampledSoftmaxLoss(CandidateLoss):
                                                     self.num_classes, self._name)
         return CandidateSet(ids, counts, None, log_count is None)
 
-    def _beside(self, given: CandidateSet, queries: Tensor, target: Tensor,
-                generator: Optional[torch.Generator]) -> List[CandidateSet]:
+    def _draw_with_negatives(self, negatives: CandidateSet, queries: Tensor, target: Tensor,
+                             generator: Optional[torch.Generator]) -> List[CandidateSet]:
         """Returns the sets of classes that are always scored and of the sampler's draws; their
         expected counts add up, as in a union."""
         shared = self.sampler.shared
-        shown = target if shared else torch.ops.xsoftmax.union_classes(queries, target, [given.ids])
-        sets = [given] + self.sampler.sample(queries, shown, generator)
+        sampler_target = target if shared else torch.ops.xsoftmax.union_classes(
+            queries, target, [negatives.ids])
+        sets = [negatives] + self.sampler.sample(queries, sampler_target, generator)
         ids, log_count, target_log_count, distinct = columns_of(sets)
-        of_target = torch.ops.xsoftmax.always_scored_log_count(
-            given.ids, given.log_count, target if target.dim() == 2 else target.unsqueeze(1))
-        target_log_count[0] = of_target.view_as(target)
-        asked = [
-            torch.ops.xsoftmax.always_scored_log_count(given.ids, given.log_count, part)
+        negative_target_count = torch.ops.xsoftmax.always_scored_log_count(
+            negatives.ids, negatives.log_count,
+            target if target.dim() == 2 else target.unsqueeze(1))
+        target_log_count[0] = negative_target_count.view_as(target)
+        cross_counts = [
+            torch.ops.xsoftmax.always_scored_log_count(negatives.ids, negatives.log_count, part)
             for part in ids[1:]
         ]
-        of_set = [k + 1 for k in range(len(asked))]
+        set_numbers = [k + 1 for k in range(len(cross_counts))]
         if shared:
-            asked.append(self.sampler.log_count(queries, given.ids))
-            of_set.append(0)
-        merged, of_targets = torch.ops.xsoftmax.union_merge(ids, log_count, target_log_count,
-                                                            [int(k > 0) for k in range(len(sets))],
-                                                            len(sets) if shared else 1, asked,
-                                                            of_set, target)
+            cross_counts.append(self.sampler.log_count(queries, negatives.ids))
+            set_numbers.append(0)
+        merged_log_count, merged_target_log_count = torch.ops.xsoftmax.union_merge(
+            ids, log_count, target_log_count, [int(k > 0) for k in range(len(sets))],
+            len(sets) if shared else 1, cross_counts, set_numbers, target)
         proposal: List[CandidateSet] = []
-        for k, one in enumerate(sets):
-            known = target_log_count[k] is not None
+        for k, candidates in enumerate(sets):
+            has_target_count = target_log_count[k] is not None
             proposal.append(
-                CandidateSet(one.ids, merged[k], of_targets[k] if known else None, one.distinct))
+                CandidateSet(candidates.ids, merged_log_count[k],
+                             merged_target_log_count[k] if has_target_count else None,
+                             candidates.distinct))
         return proposal
 
-    def _with_head(self, sets: List[CandidateSet]) -> List[CandidateSet]:
+    def _add_head(self, sets: List[CandidateSet]) -> List[CandidateSet]:
         if self.head.numel() > 0:
             return [
                 CandidateSet(self.head, torch.zeros_like(self.head, dtype=torch.float32), None,
@@ -467,13 +475,13 @@ class SampledSoftmaxLoss(CandidateLoss):
             ValueError, TypeError, IndexError: same as :meth:`Sampler.sample
                 <xsoftmax.samplers.Sampler.sample>`.
         """
-        return self._with_head(self.sampler.sample(queries, target, generator))
+        return self._add_head(self.sampler.sample(queries, target, generator))
 
     def _log_z(self, input: Tensor) -> Optional[Tensor]:
-        learned = self.log_z
-        if learned is None and self.fixed_log_z != 0.0:
+        log_z = self.log_z
+        if log_z is None and self.fixed_log_z != 0.0:
             return torch.full([], self.fixed_log_z, device=self.linear.weight.device)
-        return learned
+        return log_z
 
     def _loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet],
               target_prob: Optional[Tensor] = None) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .._core.checks import check_bool, check_count, check_reduction, check_tensor, refuse_assignment
-from .._core.memory import device_of_values, fill_empty, moved_table
+from .._core.memory import device_of_values, fill_empty, move_table
 from .._core.options import option_text, read_options
 from .._core.placement import LOCAL
 from .._core.typing import Module
@@ -143,11 +143,11 @@ class TwoTowerLoss(Module):
         self._shared = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        made = "_shared" in self.__dict__
-        if made and name in ("num_items", "estimator", "similarity", "remove_accidental_hits",
-                             "dim", "memory_warmup"):
+        is_initialized = "_shared" in self.__dict__
+        if is_initialized and name in ("num_items", "estimator", "similarity",
+                                       "remove_accidental_hits", "dim", "memory_warmup"):
             refuse_assignment(self._name, name)
-        if made and name == "reduction":
+        if is_initialized and name == "reduction":
             self._options = option_text(
                 **{**read_options(self._options), "reduction": check_reduction(self._name, value)})
         super().__setattr__(name, value)
@@ -179,7 +179,7 @@ class TwoTowerLoss(Module):
             IndexError: an id is not in [0, num_items) (checked on the CPU only). After an error
                 nothing is counted or added to the memory.
         """
-        more: List[Tensor] = []
+        negative_tensors: List[Tensor] = []
         if not torch.jit.is_scripting():
             for name, tensor in (("query", query), ("item", item), ("item_id", item_id)):
                 check_tensor(self._name, name, tensor)
@@ -192,25 +192,25 @@ class TwoTowerLoss(Module):
                                 f"{type(negatives).__name__}" +
                                 (": weights of the queries are passed by name, weight=..."
                                  if isinstance(negatives, Tensor) else ""))
-            more = [negatives[0], negatives[1]]
+            negative_tensors = [negatives[0], negatives[1]]
         if self._shared:
-            return self._of_ranks(query, item, item_id, more, weight)
+            return self._step_with_shared_items(query, item, item_id, negative_tensors, weight)
         if not torch.jit.is_scripting():
-            if self.counts is not None and not self.counts._ranks.alone:
-                return self._with_counts_of_ranks(query, item, item_id, more, weight)
-        return self._step(query, item, item_id, more, [], weight, True, self._options)
+            if self.counts is not None and not self.counts._ranks.is_single:
+                return self._step_with_shared_counts(query, item, item_id, negative_tensors, weight)
+        return self._step(query, item, item_id, negative_tensors, [], weight, True, self._options)
 
     def _step(self, query: Tensor, item: Tensor, item_id: Tensor, negatives: List[Tensor],
-              everyone: List[Tensor], weight: Optional[Tensor], counting: bool,
+              shared_items: List[Tensor], weight: Optional[Tensor], counting: bool,
               options: str) -> Tensor:
-        counts, state, how = self.counts, torch.jit.annotate(List[Tensor], []), ""
+        counts, state, count_options = self.counts, torch.jit.annotate(List[Tensor], []), ""
         if counts is not None:
-            state, how, counting = [counts.count, counts.total, counts.last,
-                                    counts.seen], counts.options, counting and counts.training
-        return torch.ops.xsoftmax.two_tower_loss_(query, item, item_id, negatives, everyone, weight,
-                                                  self.temperature, state, self._memories(),
-                                                  [self.training and counting, self.training], how,
-                                                  options)
+            state, count_options, counting = [counts.count, counts.total, counts.last, counts.seen
+                                              ], counts.options, counting and counts.training
+        return torch.ops.xsoftmax.two_tower_loss_(query, item, item_id, negatives, shared_items,
+                                                  weight, self.temperature, state, self._memories(),
+                                                  [self.training and counting, self.training],
+                                                  count_options, options)
 
     @torch.jit.export
     def topk(self, query: Tensor, item_vectors: Tensor, k: int,
@@ -279,13 +279,14 @@ class TwoTowerLoss(Module):
         """
         num_items = check_count(self._name, "num_items", num_items, 1)
         open_ids = not self._has_num_items() if self.counts is None else self.counts.num_ids is None
-        after, options = torch.ops.xsoftmax.two_tower_resized(self._name, self._memories(),
-                                                              num_items, open_ids, self._options)
+        new_tables, options = torch.ops.xsoftmax.two_tower_resized(self._name, self._memories(),
+                                                                   num_items, open_ids,
+                                                                   self._options)
         if self.counts is not None:
             self.counts.resize(num_items)
         with torch.no_grad():
-            for table, resized in zip(self._memories(), after):
-                table.copy_(resized)
+            for table, new_table in zip(self._memories(), new_tables):
+                table.copy_(new_table)
         self._options = options
 
     def _has_num_items(self) -> bool:
@@ -295,22 +296,22 @@ class TwoTowerLoss(Module):
         return [self.memory, self.memory_id, self.memory_state]
 
     @torch.jit.unused
-    def _of_ranks(self, query: Tensor, item: Tensor, item_id: Tensor, negatives: List[Tensor],
-                  weight: Optional[Tensor]) -> Tensor:
+    def _step_with_shared_items(self, query: Tensor, item: Tensor, item_id: Tensor,
+                                negatives: List[Tensor], weight: Optional[Tensor]) -> Tensor:
         return self._class_table.tower_step(self, query, item, item_id, negatives, weight)
 
     @torch.jit.unused
-    def _with_counts_of_ranks(self, query: Tensor, item: Tensor, item_id: Tensor,
-                              negatives: List[Tensor], weight: Optional[Tensor]) -> Tensor:
+    def _step_with_shared_counts(self, query: Tensor, item: Tensor, item_id: Tensor,
+                                 negatives: List[Tensor], weight: Optional[Tensor]) -> Tensor:
         """Runs a step whose candidates are those of the local batch, with counts of the items of
         all ranks."""
         counts: Any = self.counts
         torch.ops.xsoftmax.check_two_tower(query, item, item_id, negatives, weight,
                                            self._memories(), True, self._options)
         if self.training and counts.training:
-            named = [("item_id", item_id)]
-            named += [("ids of negatives", ids) for ids in negatives[1:]]
-            for name, ids in named:
+            named_ids = [("item_id", item_id)]
+            named_ids += [("ids of negatives", ids) for ids in negatives[1:]]
+            for name, ids in named_ids:
                 torch.ops.xsoftmax.known_ids(ids, counts.num_ids or 0, self._name, name,
                                              self._has_num_items())
             counts.update(item_id)
@@ -324,8 +325,8 @@ class TwoTowerLoss(Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        before = self.temperature
+        temperature = self.temperature
         super()._apply(fn, recurse)
-        if not isinstance(before, nn.Parameter):
-            self.temperature = moved_table(self._name, before, self.temperature)
+        if not isinstance(temperature, nn.Parameter):
+            self.temperature = move_table(self._name, temperature, self.temperature)
         return self

@@ -58,7 +58,7 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
                                 None) is not None else "[scipy.sparse.csr_matrix(P)]"
         raise TypeError("combine_predictions: expected predictions as a list of matrices, got "
                         f"{type(predictions).__name__}: use {hint}")
-    predictions = [_checked(i, part) for i, part in enumerate(predictions)]
+    predictions = [_check_prediction(i, part) for i, part in enumerate(predictions)]
     if not predictions:
         raise ValueError("combine_predictions: expected at least one prediction, got none")
     shape = predictions[0].shape
@@ -78,29 +78,30 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
         raise ValueError("combine_predictions: expected weights of at least 0 that are not all 0, "
                          f"got {list(weights or ())}")
 
-    votes = _round_robin(predictions) if method == "round_robin" else _weighed(
+    votes = _rank_in_turn(predictions) if method == "round_robin" else _weigh(
         predictions, method, shares / shares.sum())
-    together = {"round_robin": np.maximum, "softmax": np.logaddexp}.get(method, np.add)
+    combine = {"round_robin": np.maximum, "softmax": np.logaddexp}.get(method, np.add)
     rows = np.concatenate([_rows(part) for part in predictions])
     labels = np.concatenate([part.indices for part in predictions])
-    return _best(rows, labels, np.concatenate(votes).astype(np.float64), together, topk, shape)
+    return _select_best(rows, labels,
+                        np.concatenate(votes).astype(np.float64), combine, topk, shape)
 
 
-def _round_robin(predictions: Sequence["scipy.sparse.csr_matrix"]) -> List[np.ndarray]:
+def _rank_in_turn(predictions: Sequence["scipy.sparse.csr_matrix"]) -> List[np.ndarray]:
     """Returns, for each model, the score of each entry. Earlier turns score higher."""
-    longest = _longest(predictions)
-    turns = longest * len(predictions)
+    label_counts = _count_labels(predictions)
+    turns = label_counts * len(predictions)
     return [
         1 - (ranks(part) * len(predictions) + model) / turns[_rows(part)]
         for model, part in enumerate(predictions)
     ]
 
 
-def _weighed(predictions: Sequence["scipy.sparse.csr_matrix"], method: str,
-             shares: np.ndarray) -> List[np.ndarray]:
+def _weigh(predictions: Sequence["scipy.sparse.csr_matrix"], method: str,
+           shares: np.ndarray) -> List[np.ndarray]:
     """Returns, for each model, the contribution of each entry to the mean. For "softmax" this is
     the logarithm of the contribution, which does not underflow."""
-    longest, votes = _longest(predictions), []
+    label_counts, votes = _count_labels(predictions), []
     for model, (part, share) in enumerate(zip(predictions, shares)):
         row = _rows(part)
         if method == "average":
@@ -114,13 +115,13 @@ def _weighed(predictions: Sequence["scipy.sparse.csr_matrix"], method: str,
             with np.errstate(divide="ignore"):  # log(0) for a weight of 0
                 votes.append(np.log(share) + _log_softmax(part, row))
         else:
-            votes.append(share * (longest[row] - ranks(part)) / longest[row])
+            votes.append(share * (label_counts[row] - ranks(part)) / label_counts[row])
     return votes
 
 
-def _best(rows: np.ndarray, labels: np.ndarray, votes: np.ndarray, together: Any, topk: int,
-          shape: Tuple[int, int]) -> "scipy.sparse.csr_matrix":
-    """Returns the ``topk`` best labels of each row. ``together`` is the ufunc that combines the
+def _select_best(rows: np.ndarray, labels: np.ndarray, votes: np.ndarray, combine: Any, topk: int,
+                 shape: Tuple[int, int]) -> "scipy.sparse.csr_matrix":
+    """Returns the ``topk`` best labels of each row. ``combine`` is the ufunc that combines the
     votes for one label; with logaddexp, votes are logarithms."""
     import scipy.sparse as sp
 
@@ -128,20 +129,21 @@ def _best(rows: np.ndarray, labels: np.ndarray, votes: np.ndarray, together: Any
     rows, labels, votes = rows[order], labels[order], votes[order]
     starts = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]) |
                                   (labels[1:] != labels[:-1])]) if len(rows) else np.zeros(0, int)
-    scores = together.reduceat(votes, starts) if len(rows) else votes
+    scores = combine.reduceat(votes, starts) if len(rows) else votes
     rows, labels = rows[starts], labels[starts]
     order = np.lexsort((labels, -scores, rows))
     rows, labels, scores = rows[order], labels[order], scores[order]
     first = np.searchsorted(rows, np.arange(shape[0]))
-    kept = np.arange(len(rows)) - first[rows] < topk
-    counts = np.bincount(rows[kept], minlength=shape[0])
-    scores = np.exp(scores[kept]) if together is np.logaddexp else scores[kept]
+    is_kept = np.arange(len(rows)) - first[rows] < topk
+    counts = np.bincount(rows[is_kept], minlength=shape[0])
+    scores = np.exp(scores[is_kept]) if combine is np.logaddexp else scores[is_kept]
     ends = np.cumsum(counts)
-    behind = np.repeat(ends, counts) - 1 - np.arange(len(scores))  # number of later entries in row
+    later_counts = np.repeat(ends, counts) - 1 - np.arange(
+        len(scores))  # number of later entries in row
     limits = np.finfo(np.float32)
     # no entry may be 0, because sparse formats drop zeros
-    scores = np.maximum(scores, limits.tiny * (1 + behind * float(limits.eps)))
-    return sp.csr_matrix((scores.astype(np.float32), labels[kept], np.r_[0, ends]), shape=shape)
+    scores = np.maximum(scores, limits.tiny * (1 + later_counts * float(limits.eps)))
+    return sp.csr_matrix((scores.astype(np.float32), labels[is_kept], np.r_[0, ends]), shape=shape)
 
 
 def _rows(part: "scipy.sparse.csr_matrix") -> np.ndarray:
@@ -149,7 +151,7 @@ def _rows(part: "scipy.sparse.csr_matrix") -> np.ndarray:
     return np.repeat(np.arange(part.shape[0]), np.diff(part.indptr))
 
 
-def _longest(predictions: Sequence["scipy.sparse.csr_matrix"]) -> np.ndarray:
+def _count_labels(predictions: Sequence["scipy.sparse.csr_matrix"]) -> np.ndarray:
     """Returns, for each row, the largest number of labels that any model predicts, at least 1."""
     return np.maximum(np.max([np.diff(part.indptr) for part in predictions], axis=0), 1)
 
@@ -171,9 +173,9 @@ def _log_softmax(part: "scipy.sparse.csr_matrix", row: np.ndarray) -> np.ndarray
     return below - np.log(np.maximum(total, 1))[row]
 
 
-def _checked(at: int, part: Any) -> "scipy.sparse.csr_matrix":
-    part = canonical("combine_predictions", f"predictions[{at}]", part, "scores")
+def _check_prediction(number: int, part: Any) -> "scipy.sparse.csr_matrix":
+    part = canonical("combine_predictions", f"predictions[{number}]", part, "scores")
     if not np.isfinite(part.data).all():
         raise ValueError("combine_predictions: expected finite scores, got "
-                         f"{part.data[~np.isfinite(part.data)][0]} at [{at}]")
+                         f"{part.data[~np.isfinite(part.data)][0]} at [{number}]")
     return part

@@ -136,7 +136,7 @@ class HierarchicalMatcher(TableModule):
             A scalar, or [*] with reduction="none". Errors as :class:`HierarchicalMatcher`.
         """
         self._queries(input, None)
-        target = self._given(input, target)
+        target = self._check_tensors(input, target)
         self._check_step()
         return torch.ops.xsoftmax.matcher_loss(input, self.edges.weight, self.edges.bias, target,
                                                self.tree.tables(),
@@ -218,7 +218,7 @@ class HierarchicalMatcher(TableModule):
             TypeError: input has another dtype than the weights, or target is not int64.
         """
         self._queries(input, None)
-        target = self._given(input, target)
+        target = self._check_tensors(input, target)
         self.catch_up()  # applies pending updates: the beam reads the layers above
         torch.ops.xsoftmax.matcher_init_layer_(list(self.edges.parameters()), input, target,
                                                self.tree.tables(), self.tree.layer_sizes,
@@ -266,7 +266,7 @@ class HierarchicalMatcher(TableModule):
             raise ValueError(f"HierarchicalMatcher: expected all of {self.tree.depth} layers "
                              f"trained, got layer {int(self.layer.item())} at work; "
                              "see next_layer")
-        k = self._best(k)
+        k = self._check_k(k)
         if exclude is not None and not torch.jit.is_scripting():
             check_tensor(self._name, "exclude", exclude)
         self._table_queries(input, None)
@@ -295,9 +295,9 @@ class HierarchicalMatcher(TableModule):
         """
         Y = canonical("HierarchicalMatcher.targets", "Y", Y, "labels")
         counts = np.diff(Y.indptr)
-        padded = np.full((Y.shape[0], max(int(counts.max(initial=0)), 1)), -1, np.int64)
-        padded[np.arange(padded.shape[1]) < counts[:, None]] = Y.indices
-        return torch.from_numpy(padded)
+        targets_of_rows = np.full((Y.shape[0], max(int(counts.max(initial=0)), 1)), -1, np.int64)
+        targets_of_rows[np.arange(targets_of_rows.shape[1]) < counts[:, None]] = Y.indices
+        return torch.from_numpy(targets_of_rows)
 
     def extra_repr(self) -> str:
         return super().extra_repr(

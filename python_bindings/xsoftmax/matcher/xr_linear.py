@@ -5,7 +5,7 @@ import time
 import warnings
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TYPE_CHECKING, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -19,18 +19,11 @@ from .._core.options import option_text
 from .._core.ranks import digest, ranks_of
 from .._core.sparse import (csr_matrix, index_tensors, query_tensors, sparse_tensors, tensor_of)
 from ..trees.label_tree import LabelTree
-from .xr_linear_training import (Layers, Watch, checked_examples, checked_pairs, checked_relevance,
-                                 chosen_labels, dense_block, joined_chunks, layer_work,
-                                 mined_negatives, negative_schemes, united_lists)
-
-if TYPE_CHECKING:
-    import scipy.sparse
-
-Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
-Progress = Callable[[int, int, int, int], None]
+from .xr_linear_training import (Layers, Matrix, Progress, Watch, check_examples, check_pairs,
+                                 check_relevance, select_labels, dense_block, join_chunks,
+                                 estimate_work, mine_negatives, split_schemes, unite_lists)
 
 _LOSSES = ("hinge", "logistic", "squared_hinge")
-_NEGATIVES = ("tfn", "man", "user")
 _FEW = 256  # predictions for at most this many queries are too fast to need interrupt checks
 
 
@@ -152,10 +145,10 @@ class XRLinear:
         """
         ranks = ranks_of("XRLinear.train", group)
 
-        def checked() -> Tuple[Dict[str, Any], str]:
+        def check_arguments() -> Tuple[Dict[str, Any], str]:
             nonlocal X, Y, relevance, user_negatives, arity, max_leaf_size, sweeps, beam
             nonlocal max_weights
-            X, Y = checked_examples(X, Y)
+            X, Y = check_examples(X, Y)
             if loss not in _LOSSES:
                 raise ValueError(f"XRLinear.train: expected loss as one of {list(_LOSSES)}, got "
                                  f"{loss!r}")
@@ -163,9 +156,9 @@ class XRLinear:
                 raise ValueError("XRLinear.train: expected dtype as torch.float16, torch.float32 "
                                  f"or None, got {dtype}")
             if relevance is not None:
-                relevance = checked_relevance(relevance, Y)
+                relevance = check_relevance(relevance, Y)
             if user_negatives is not None:
-                user_negatives = checked_pairs("user_negatives", user_negatives, Y.shape)
+                user_negatives = check_pairs("user_negatives", user_negatives, Y.shape)
             for name, value, kind in (("tree", tree, LabelTree), ("initial", initial, XRLinear)):
                 if value is not None and not isinstance(value, kind):
                     raise TypeError(f"XRLinear.train: expected {name} as {kind.__name__} or None, "
@@ -185,9 +178,9 @@ class XRLinear:
                             threshold=threshold, max_weights=max_weights)
             return settings, option_text(**settings)
 
-        def facts() -> Dict[str, Any]:
-            of_tree = (f"{arity} children and {max_leaf_size} labels of a leaf"
-                       if tree is None else f"digest {digest(*tree.tables())}")
+        def collect_facts() -> Dict[str, Any]:
+            tree_fact = (f"{arity} children and {max_leaf_size} labels of a leaf"
+                         if tree is None else f"digest {digest(*tree.tables())}")
             return {
                 "X": f"{list(X.shape)} (digest {digest(*rows)})", "Y": f"{list(Y.shape)} "
                 "(digest "
@@ -197,24 +190,25 @@ class XRLinear:
                 f"{digest(*index_tensors(user_negatives))}", "initial": initial is not None
                 and "digest "
                 f"{digest(*(part for layer in initial._parts() for part in layer))}",
-                "tree": of_tree,
+                "tree": tree_fact,
                 "negatives": negatives if isinstance(negatives, str) else list(negatives),
                 "beam": beam, "dtype": dtype, **settings
             }
 
-        settings, options = ranks.do(checked)
+        settings, options = ranks.run_together(check_arguments)
         rows = sparse_tensors(X, "XRLinear.train")
-        ranks.check_alike(facts)
+        ranks.check_equal(collect_facts)
         if tree is None:
-            vectors = ranks.do(lambda: sparse_tensors(label_vectors.pifa(X, Y)))
-            tree = LabelTree._of_clusters(vectors, X.shape[1], {
+            vectors = ranks.run_together(lambda: sparse_tensors(label_vectors.pifa(X, Y)))
+            tree = LabelTree._from_clusters(vectors, X.shape[1], {
                 "arity": arity, "iterations": 10, "max_leaf_size": max_leaf_size, "spherical": True
             }, generator, ranks)
         layers = Layers(tree)
-        schemes = negative_schemes(negatives, len(layers.first_child), user_negatives)
+        schemes = split_schemes(negatives, len(layers.first_child), user_negatives)
         transform = "sigmoid" if loss == "logistic" else "l3-hinge"
         begin = [[]] * len(schemes) if initial is None else initial._parts_for(layers, X.shape[1])
-        options += f",seed={int(ranks.first(torch.randint(0, 2**63 - 1, (), generator=generator)))}"
+        seed = ranks.share_first(torch.randint(0, 2**63 - 1, (), generator=generator))
+        options += f",seed={int(seed)}"
 
         parts: List[List[Tensor]] = []
         stats = []
@@ -222,54 +216,57 @@ class XRLinear:
         with Watch(progress if ranks.rank == 0 or callable(progress) else False,
                    len(schemes)) as watch:
             for depth, scheme in enumerate(schemes):
-                started = time.perf_counter()
-                mined = [mined_negatives(parts, X, bias, transform, beam, ranks)
-                         ] if depth > 0 and "man" in scheme else []
+                start = time.perf_counter()
+                mined_lists = [mine_negatives(parts, X, bias, transform, beam, ranks)
+                               ] if depth > 0 and "man" in scheme else []
 
                 def train_share() -> Any:
                     if depth == 0:
                         parents = torch.tensor([0, X.shape[0]
                                                 ]), torch.arange(X.shape[0], dtype=torch.int32)
                     else:
-                        found = mined + ([lists] if "tfn" in scheme else [])
+                        row_lists = mined_lists + ([lists] if "tfn" in scheme else [])
                         if "user" in scheme:
-                            found.append(layers.lists(depth - 1, user_negatives)[:2])
-                        parents = united_lists(found, X.shape[0])
+                            row_lists.append(layers.lists(depth - 1, user_negatives)[:2])
+                        parents = unite_lists(row_lists, X.shape[0])
                     *right, costs = layers.lists(depth, Y, relevance)
-                    matched = time.perf_counter()
-                    first, last = ranks.deal(
+                    match_end = time.perf_counter()
+                    first, last = ranks.split_work(
                         len(parents[0]) - 1,
-                        lambda: layer_work(rows, layers.first_child[depth], *parents))
+                        lambda: estimate_work(rows, layers.first_child[depth], *parents))
                     share = f"{options},first_parent={first},last_parent={last}"
-                    made = watch.run(depth, torch.ops.xsoftmax.linear_layer_train, rows, X.shape[1],
-                                     layers.first_child[depth], parents, right, costs, begin[depth],
-                                     share)
-                    return made, right, len(parents[1]), matched
+                    layer_parts = watch.run(depth, torch.ops.xsoftmax.linear_layer_train, rows,
+                                            X.shape[1], layers.first_child[depth], parents, right,
+                                            costs, begin[depth], share)
+                    return layer_parts, right, len(parents[1]), match_end
 
-                (*made, figures), lists, of_parents, matched = ranks.do(train_share)
-                made = joined_chunks(*made, dtype, ranks)  # type: ignore[call-arg]
-                parts.append([layers.first_child[depth], *made])
-                swept, unconverged, before = ranks.sum(figures).tolist()
+                (*layer_parts,
+                 counters), lists, num_rows, match_end = ranks.run_together(train_share)
+                layer_parts = join_chunks(*layer_parts, dtype, ranks)  # type: ignore[call-arg]
+                parts.append([layers.first_child[depth], *layer_parts])
+                num_sweeps, num_unconverged, num_weights = ranks.sum(counters).tolist()
                 stats.append({
-                    "nodes": len(lists[0]) - 1, "rows": of_parents, "weights": len(made[-1]),
-                    "weights before the threshold": int(before), "sweeps": int(swept),
-                    "unconverged": int(unconverged), "seconds of matching": matched - started,
-                    "seconds": time.perf_counter() - matched
+                    "nodes": len(lists[0]) - 1, "rows": num_rows, "weights": len(layer_parts[-1]),
+                    "weights before the threshold": int(num_weights), "sweeps": int(num_sweeps),
+                    "unconverged": int(num_unconverged), "seconds of matching": match_end - start,
+                    "seconds": time.perf_counter() - match_end
                 })
         for name in ("seconds of matching", "seconds"):
-            for one, slowest in zip(
+            for layer_stats, seconds in zip(
                     stats,
-                    ranks.gather(torch.tensor([[one[name] for one in stats]],
-                                              dtype=torch.float64)).amax(0).tolist()):
-                one[name] = slowest
-        for depth, one in enumerate(stats if ranks.rank == 0 else []):
-            if one["weights"] < one["nodes"] <= one["weights before the threshold"]:
+                    ranks.gather(
+                        torch.tensor([[layer_stats[name] for layer_stats in stats]],
+                                     dtype=torch.float64)).amax(0).tolist()):
+                layer_stats[name] = seconds
+        for depth, layer_stats in enumerate(stats if ranks.rank == 0 else []):
+            if layer_stats["weights"] < layer_stats["nodes"] <= layer_stats[
+                    "weights before the threshold"]:
                 length = float(
                     np.median(np.sqrt(np.asarray(X.power(2, dtype=np.float64).sum(1)).ravel())))
                 warnings.warn(
-                    f"XRLinear.train: threshold={threshold} leaves the {one['nodes']} "
+                    f"XRLinear.train: threshold={threshold} leaves the {layer_stats['nodes']} "
                     f"classifiers of layer {depth + 1} "
-                    f"{one['weights']} weights; rows are of length {length:.3g} "
+                    f"{layer_stats['weights']} weights; rows are of length {length:.3g} "
                     "(median), and the default suits a length of 1: see "
                     "label_vectors.unit_rows", stacklevel=2)
         return XRLinear(
@@ -314,8 +311,8 @@ class XRLinear:
                 ``only`` has another dtype; or dense is passed together with a dense X.
             IndexError: an id of ``only`` is not in [0, L).
         """
-        found = self._predict(X, topk, beam, dense, only, transform, combiner)
-        return csr_matrix(*found, (len(found[0]) - 1, self.num_labels))
+        result = self._predict(X, topk, beam, dense, only, transform, combiner)
+        return csr_matrix(*result, (len(result[0]) - 1, self.num_labels))
 
     def topk(self, X: Union[Matrix, Tensor, np.ndarray], k: int = 10, beam: int = 10, *,
              dense: Union[Tensor, np.ndarray, None] = None, only: Union[Tensor, Sequence[int],
@@ -339,13 +336,13 @@ class XRLinear:
             ValueError, TypeError, IndexError: as :meth:`predict`, and if ``exclude`` has the wrong
                 shape or dtype, or an id that is not in [0, L) or -1
         """
-        wanted = k if exclude is None else k + exclude.shape[-1]
-        offsets, labels, scores = self._predict(X, wanted, beam, dense, only, transform, combiner)
+        size = k if exclude is None else k + exclude.shape[-1]
+        offsets, labels, scores = self._predict(X, size, beam, dense, only, transform, combiner)
         counts = offsets.diff()
-        there = torch.arange(wanted) < counts.unsqueeze(1)
-        values = torch.zeros(len(counts), wanted).masked_scatter_(there, scores)
-        ids = torch.full((len(counts), wanted), -1,
-                         dtype=torch.int64).masked_scatter_(there, labels)
+        is_label = torch.arange(size) < counts.unsqueeze(1)
+        values = torch.zeros(len(counts), size).masked_scatter_(is_label, scores)
+        ids = torch.full((len(counts), size), -1,
+                         dtype=torch.int64).masked_scatter_(is_label, labels)
         if exclude is None:
             return values, ids
         values, ids = torch.ops.xsoftmax.exclude_topk(values, ids, exclude, self.num_labels, k)
@@ -373,7 +370,7 @@ class XRLinear:
                 f"XRLinear.predict: expected {self.num_features} features, got {width}" +
                 ("" if block is None else f" and {block.shape[1]} dense ones"))
         if only is not None:
-            only = chosen_labels(only, self.num_labels)
+            only = select_labels(only, self.num_labels)
         topk, beam = check_count("XRLinear.predict", "topk", topk,
                                  None), check_count("XRLinear.predict", "beam", beam, None)
         arguments = *parts, block, width, topk, beam, transform or "", combiner or "", only
@@ -430,10 +427,11 @@ class XRLinear:
 
     def _parts_for(self, layers: "Layers", features: int) -> List[List[Tensor]]:
         parts = self._parts()
-        same = (len(parts) == len(layers.first_child) and features == self.num_features
-                and torch.equal(self.model.labels(), layers.labels) and all(
-                    torch.equal(part[0], first) for part, first in zip(parts, layers.first_child)))
-        if not same:
+        is_same_tree = (len(parts) == len(layers.first_child) and features == self.num_features
+                        and torch.equal(self.model.labels(), layers.labels) and all(
+                            torch.equal(part[0], first)
+                            for part, first in zip(parts, layers.first_child)))
+        if not is_same_tree:
             raise ValueError("XRLinear.train: expected initial with the features of X and the same "
                              "tree, got a model of others")
         return parts

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
 Progress = Callable[[int, int, int, int], None]
 
-_LOSSES = ("hinge", "logistic", "squared_hinge")
 _NEGATIVES = ("tfn", "man", "user")
-_FEW = 256  # predictions for at most this many queries are too fast to need interrupt checks
 
 
 class Layers:
@@ -39,11 +37,12 @@ class Layers:
         for depth in range(len(sizes)):
             begin, end = (ends[depth - 1], ends[depth]) if depth > 0 else (0, 1)
             self.first_child.append(tree.first_child[begin:end + 1] - end)
-        inner = tree.node_class[:ends[-2]]
-        if (inner >= 0).any():
-            raise ValueError("XRLinear.train: expected a tree with all labels on its last layer, "
-                             "as LabelTree.from_vectors makes with "
-                             f"max_leaf_size, got label {int(inner[inner >= 0][0])} above it")
+        inner_classes = tree.node_class[:ends[-2]]
+        if (inner_classes >= 0).any():
+            raise ValueError(
+                "XRLinear.train: expected a tree with all labels on its last layer, "
+                "as LabelTree.from_vectors makes with "
+                f"max_leaf_size, got label {int(inner_classes[inner_classes >= 0][0])} above it")
         self.labels = tree.node_class[ends[-2]:].clone()
         node = tree.class_node
         for depth in reversed(range(len(sizes))):
@@ -102,22 +101,22 @@ class Watch:
 
     def run(self, layer: int, op: Callable[..., Tuple[Tensor, ...]], *args:
             Any) -> Tuple[Tensor, ...]:
-        quiet = self.bar is None and not callable(self.progress)
+        is_quiet = self.bar is None and not callable(self.progress)
         return long_work.run(
             f"layer {layer + 1}", op, *args,
-            show=None if quiet else lambda done, total: self.show(layer, done, total))
+            show=None if is_quiet else lambda done, total: self.show(layer, done, total))
 
 
-def checked_examples(X: Matrix, Y: Matrix) -> Tuple[Matrix, Matrix]:
+def check_examples(X: Matrix, Y: Matrix) -> Tuple[Matrix, Matrix]:
     """Returns X and Y in canonical form; the caller's matrices are not modified."""
-    fractions = getattr(getattr(Y, "dtype", None), "kind", "") == "f"
-    given, X, Y = Y, canonical("XRLinear.train", "X", X), checked_pairs("Y", Y)
+    has_fractions = getattr(getattr(Y, "dtype", None), "kind", "") == "f"
+    original_Y, X, Y = Y, canonical("XRLinear.train", "X", X), check_pairs("Y", Y)
     if X.shape[0] != Y.shape[0]:
         raise ValueError(f"XRLinear.train: expected X and Y with as many rows, got {X.shape[0]} "
                          f"and {Y.shape[0]}: X is [n, D], here "
                          f"{list(X.shape)}, Y is [n, L], here {list(Y.shape)}")
-    if fractions and X.nnz > 1 and (X.data == 1).all() and (np.mod(given.tocsr().data, 1)
-                                                            != 0).any():
+    if has_fractions and X.nnz > 1 and (X.data == 1).all() and (np.mod(original_Y.tocsr().data, 1)
+                                                                != 0).any():
         warnings.warn(
             "XRLinear.train: X holds ones alone and Y fractions, as if they had been "
             "swapped: "
@@ -127,8 +126,8 @@ def checked_examples(X: Matrix, Y: Matrix) -> Tuple[Matrix, Matrix]:
     return X, Y
 
 
-def checked_pairs(argument: str, Y: Matrix, shape: Optional[Tuple[int, int]] = None,
-                  kind: str = "labels") -> Matrix:
+def check_pairs(argument: str, Y: Matrix, shape: Optional[Tuple[int, int]] = None,
+                kind: str = "labels") -> Matrix:
     """Returns the matrix as CSR in canonical form, after checking its shape."""
     Y = canonical("XRLinear.train", argument, Y, kind)
     if shape is not None and Y.shape != shape:
@@ -139,9 +138,9 @@ def checked_pairs(argument: str, Y: Matrix, shape: Optional[Tuple[int, int]] = N
     return Y
 
 
-def checked_relevance(relevance: Matrix, Y: Matrix) -> np.ndarray:
+def check_relevance(relevance: Matrix, Y: Matrix) -> np.ndarray:
     """Returns the relevance of each pair of Y, in the order of Y's entries."""
-    relevance = checked_pairs("relevance", relevance, Y.shape, "weights")
+    relevance = check_pairs("relevance", relevance, Y.shape, "weights")
     if (relevance.data < 0).any():
         raise ValueError("XRLinear.train: expected relevance of at least 0, got "
                          f"{relevance.data[relevance.data < 0][0]}")
@@ -152,19 +151,19 @@ def checked_relevance(relevance: Matrix, Y: Matrix) -> np.ndarray:
     return relevance.data
 
 
-def negative_schemes(negatives: Union[str, Sequence[str]], depth: int,
-                     user_negatives: Optional[Matrix]) -> List[List[str]]:
-    each = [negatives] * depth if isinstance(negatives, str) else list(negatives)
-    if len(each) != depth:
+def split_schemes(negatives: Union[str, Sequence[str]], depth: int,
+                  user_negatives: Optional[Matrix]) -> List[List[str]]:
+    texts = [negatives] * depth if isinstance(negatives, str) else list(negatives)
+    if len(texts) != depth:
         raise ValueError(f"XRLinear.train: expected negatives for {depth} layers, as the tree has, "
-                         f"got {len(each)}")
-    schemes = [str(scheme).split("+") for scheme in each]
-    for scheme, said in zip(schemes, each):
+                         f"got {len(texts)}")
+    schemes = [str(scheme).split("+") for scheme in texts]
+    for scheme, text in zip(schemes, texts):
         if not set(scheme) <= set(_NEGATIVES):
             raise ValueError("XRLinear.train: expected negatives as \"tfn\", \"man\", \"user\" or "
-                             f"several joined by +, got {said!r}")
+                             f"several joined by +, got {text!r}")
         if "user" in scheme and user_negatives is None:
-            raise ValueError(f"XRLinear.train: expected user_negatives beside negatives={said!r}, "
+            raise ValueError(f"XRLinear.train: expected user_negatives beside negatives={text!r}, "
                              "got none")
     if user_negatives is not None and not any("user" in scheme for scheme in schemes):
         raise ValueError("XRLinear.train: expected negatives with \"user\" beside user_negatives, "
@@ -172,14 +171,14 @@ def negative_schemes(negatives: Union[str, Sequence[str]], depth: int,
     return schemes
 
 
-def mined_negatives(parts: List[List[Tensor]], X: Matrix, bias: float, transform: str, beam: int,
-                    ranks: SingleProcess) -> Tuple[Tensor, Tensor]:
+def mine_negatives(parts: List[List[Tensor]], X: Matrix, bias: float, transform: str, beam: int,
+                   ranks: SingleProcess) -> Tuple[Tensor, Tensor]:
     """Returns, for each node of the last trained layer, the rows whose beam search reaches it."""
     import scipy.sparse as sp
 
     nodes = int(parts[-1][0][-1])
-    first, last = ranks.deal(X.shape[0],
-                             lambda: torch.from_numpy(np.diff(X.indptr).astype(np.int64) + 1))
+    first, last = ranks.split_work(X.shape[0],
+                                   lambda: torch.from_numpy(np.diff(X.indptr).astype(np.int64) + 1))
 
     def search() -> Tuple[Tensor, Tensor, Tensor]:
         model = torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, torch.arange(nodes),
@@ -187,36 +186,36 @@ def mined_negatives(parts: List[List[Tensor]], X: Matrix, bias: float, transform
         rows = sparse_tensors(X if ranks.size == 1 else X[first:last])
         return long_work.run("beams", model.predict, *rows, None, 0, beam, beam, "", "", None)
 
-    offsets, found, _ = ranks.do(search)
-    offsets, found = offsets_of(ranks.gather(offsets.diff())), ranks.gather(found)
-    columns = sp.csr_matrix((np.ones(len(found), np.int8), found.numpy(), offsets.numpy()),
+    offsets, labels, _ = ranks.run_together(search)
+    offsets, labels = count_offsets(ranks.gather(offsets.diff())), ranks.gather(labels)
+    columns = sp.csr_matrix((np.ones(len(labels), np.int8), labels.numpy(), offsets.numpy()),
                             shape=(X.shape[0], nodes)).tocsc()
     return index_tensors(columns)
 
 
-def offsets_of(counts: Tensor) -> Tensor:
+def count_offsets(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
-def layer_work(rows: Tuple[Tensor, Tensor, Tensor], first_child: Tensor, offsets: Tensor,
-               of_parents: Tensor) -> Tensor:
+def estimate_work(rows: Tuple[Tensor, Tensor, Tensor], first_child: Tensor, offsets: Tensor,
+                  parent_rows: Tensor) -> Tensor:
     """Estimates the work of each parent: the non-zeros of its rows (plus one per row), times its
     number of children."""
-    numbers = offsets_of((rows[0].diff() + 1)[of_parents])
+    numbers = count_offsets((rows[0].diff() + 1)[parent_rows])
     return numbers[offsets].diff() * first_child.diff()
 
 
-def joined_chunks(chunk: Tensor, feature: Tensor, more: Tensor, child: Tensor, value: Tensor,
-                  dtype: Optional[torch.dtype], ranks: SingleProcess) -> List[Tensor]:
+def join_chunks(chunk: Tensor, feature: Tensor, row: Tensor, child: Tensor, value: Tensor,
+                dtype: Optional[torch.dtype], ranks: SingleProcess) -> List[Tensor]:
     """Returns the whole layer, gathered from the shares of all ranks."""
-    value = narrowed(value, dtype, ranks)  # before sending it
+    value = narrow_weights(value, dtype, ranks)  # before sending it
     return [
-        offsets_of(ranks.gather(chunk.diff())),
-        *(ranks.gather(part) for part in (feature, more, child, value))
+        count_offsets(ranks.gather(chunk.diff())),
+        *(ranks.gather(part) for part in (feature, row, child, value))
     ]
 
 
-def united_lists(lists: List[Tuple[Tensor, Tensor]], rows: int) -> Tuple[Tensor, Tensor]:
+def unite_lists(lists: List[Tuple[Tensor, Tensor]], rows: int) -> Tuple[Tensor, Tensor]:
     """Returns, for each node, the union of its rows in all lists."""
     import scipy.sparse as sp
 
@@ -230,7 +229,7 @@ def united_lists(lists: List[Tuple[Tensor, Tensor]], rows: int) -> Tuple[Tensor,
     return index_tensors(columns)
 
 
-def narrowed(values: Tensor, dtype: Optional[torch.dtype], ranks: SingleProcess) -> Tensor:
+def narrow_weights(values: Tensor, dtype: Optional[torch.dtype], ranks: SingleProcess) -> Tensor:
     if dtype == torch.float32:
         return values
     limits = torch.finfo(torch.float16)
@@ -248,21 +247,21 @@ def narrowed(values: Tensor, dtype: Optional[torch.dtype], ranks: SingleProcess)
     return values
 
 
-def chosen_labels(only: Union[Tensor, Sequence[int], np.ndarray], labels: int) -> Tensor:
-    wanted = tensor_of(only) if isinstance(
+def select_labels(only: Union[Tensor, Sequence[int], np.ndarray], labels: int) -> Tensor:
+    selection = tensor_of(only) if isinstance(
         only, np.ndarray) else torch.as_tensor(only if isinstance(only, Tensor) else list(only))
-    if wanted.dtype == torch.bool:
-        if wanted.shape != (labels,):
+    if selection.dtype == torch.bool:
+        if selection.shape != (labels,):
             raise ValueError(f"XRLinear.predict: expected only as a mask of shape [{labels}], got "
-                             f"{list(wanted.shape)}")
-        return wanted.nonzero().squeeze(1)
-    if wanted.dtype == torch.uint8:
+                             f"{list(selection.shape)}")
+        return selection.nonzero().squeeze(1)
+    if selection.dtype == torch.uint8:
         raise TypeError("XRLinear.predict: expected only as ids of labels or a mask of bool, got "
                         "uint8, which may be either")
-    if wanted.numel() > 0 and (wanted.is_floating_point() or wanted.is_complex()):
+    if selection.numel() > 0 and (selection.is_floating_point() or selection.is_complex()):
         raise TypeError("XRLinear.predict: expected only as ids of labels or a mask, got dtype "
-                        f"{str(wanted.dtype).removeprefix('torch.')}")
-    return wanted.to("cpu", torch.int64)
+                        f"{str(selection.dtype).removeprefix('torch.')}")
+    return selection.to("cpu", torch.int64)
 
 
 def dense_block(dense: Union[Tensor, np.ndarray], rows: Optional[int]) -> Tensor:

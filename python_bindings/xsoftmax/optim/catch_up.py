@@ -27,7 +27,7 @@ def catch_up(table: Optional[Tensor]) -> None:
         if torch.compiler.is_exporting():
             return  # an exported program may not write to its parameters
         raised = torch.compiler.is_compiling()
-        if not raised and hooks.deferred:
+        if not raised and hooks.deferred_work:
             hooks.run_deferred()
     # Under no_grad, because torch.compile passes a copy to operators that write to a parameter
     # while gradients are recorded.

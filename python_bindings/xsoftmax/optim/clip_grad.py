@@ -10,26 +10,30 @@ from .._core.placement import table_of
 from .row_optimizer import sparse_rows
 
 
-def _norms(params: List[Any], norm_type: float, who: str) -> List[Tensor]:
-    split = [param for param in params if table_of(param).is_split]
-    alone = [param for param in params if not table_of(param).is_split]
+def _compute_norms(params: List[Any], norm_type: float, owner: str) -> List[Tensor]:
+    split_params = [param for param in params if table_of(param).is_split]
+    whole_params = [param for param in params if not table_of(param).is_split]
     norms = [
-        _whole(torch.nn.utils.get_total_norm([param.grad for param in part], norm_type))
-        for part in _by_mesh(alone)
+        _gather_norm(torch.nn.utils.get_total_norm([param.grad for param in part], norm_type))
+        for part in _group_by_mesh(whole_params)
     ]
-    norms += [_norm(param, norm_type, who) for param in alone if param.grad.layout != torch.strided]
+    norms += [
+        _compute_norm(param, norm_type, owner)
+        for param in whole_params if param.grad.layout != torch.strided
+    ]
     return norms + [
-        table_of(param).norm(_norm(param, norm_type, who), norm_type) for param in split
+        table_of(param).norm(_compute_norm(param, norm_type, owner), norm_type)
+        for param in split_params
     ]
 
 
-def _norm(param: Any, norm_type: float, who: str) -> Tensor:
+def _compute_norm(param: Any, norm_type: float, owner: str) -> Tensor:
     if param.grad.layout == torch.strided:
         return torch.linalg.vector_norm(param.grad, norm_type)
-    return torch.ops.xsoftmax.row_norm(*sparse_rows(who, param, param.grad), norm_type)
+    return torch.ops.xsoftmax.row_norm(*sparse_rows(owner, param, param.grad), norm_type)
 
 
-def _by_mesh(params: List[Any]) -> List[List[Any]]:
+def _group_by_mesh(params: List[Any]) -> List[List[Any]]:
     """Groups parameters with dense gradients by device mesh, with plain tensors as one group,
     because no operator takes both DTensors of different meshes and plain tensors."""
     parts: Dict[Any, List[Any]] = {}
@@ -39,7 +43,7 @@ def _by_mesh(params: List[Any]) -> List[List[Any]]:
     return list(parts.values())
 
 
-def _whole(norm: Tensor) -> Tensor:
+def _gather_norm(norm: Tensor) -> Tensor:
     """Returns the norm of the whole gradients, if they are sharded over ranks, as by fully_shard.
     """
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -90,28 +94,30 @@ def clip_grad_norm_(parameters: Union[Tensor, Iterable[Tensor]], max_norm: float
         RuntimeError: the norm is not finite, with error_if_nonfinite; a sparse gradient is not
             sparse COO in dimension 0 only.
     """
-    who = "clip_grad_norm_"
+    owner = "clip_grad_norm_"
     norm_type, max_norm = float(norm_type), float(max_norm)
     if not norm_type > 0:
-        raise ValueError(f"{who}: expected norm_type above 0, got {norm_type}")
-    given: List[Any] = [parameters]
+        raise ValueError(f"{owner}: expected norm_type above 0, got {norm_type}")
+    candidates: List[Any] = [parameters]
     try:
-        given = given if isinstance(parameters,
-                                    (torch.Tensor, torch.nn.Module)) else list(parameters)
-        params = [param for param in given if param.grad is not None]
+        candidates = candidates if isinstance(parameters,
+                                              (torch.Tensor, torch.nn.Module)) else list(parameters)
+        params = [param for param in candidates if param.grad is not None]
     except (AttributeError, TypeError) as error:
-        wrong = next((each for each in given if not isinstance(each, torch.Tensor)), parameters)
+        offender = next(
+            (candidate for candidate in candidates if not isinstance(candidate, torch.Tensor)),
+            parameters)
         hint = ": pass loss.parameters(), or those of your model" if isinstance(
-            wrong, torch.nn.Module) else ""
-        raise TypeError(f"{who}: expected parameters as a tensor or an iterable of tensors, got "
-                        f"{type(wrong).__name__}{hint}") from error
-    norms = _norms(params, norm_type, who)
+            offender, torch.nn.Module) else ""
+        raise TypeError(f"{owner}: expected parameters as a tensor or an iterable of tensors, got "
+                        f"{type(offender).__name__}{hint}") from error
+    norms = _compute_norms(params, norm_type, owner)
     if not norms:
         return torch.tensor(0.0)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(
         torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     if error_if_nonfinite and not math.isfinite(total):
-        raise RuntimeError(f"{who}: expected gradients with a finite norm, got a norm of "
+        raise RuntimeError(f"{owner}: expected gradients with a finite norm, got a norm of "
                            f"{total.item()} (norm_type {norm_type})")
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     # Shortcut if no gradient changes. Not on a device, where the host would have to wait for the
@@ -121,7 +127,7 @@ def clip_grad_norm_(parameters: Union[Tensor, Iterable[Tensor]], max_norm: float
     ) is torch.Tensor and coefficient.device.type == "cpu" and not torch.compiler.is_compiling(
     ) and coefficient == 1:
         return total
-    for part in _by_mesh(params):
+    for part in _group_by_mesh(params):
         torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
     for param in params:
         if param.grad.layout != torch.strided:

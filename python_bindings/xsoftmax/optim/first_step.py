@@ -13,7 +13,7 @@ from .._core.typing import Module
 
 _MANY_ROWS = 10_000  # minimum rows of a table to warn of a dense gradient that is mostly zero
 _UNOWNED_STEPS = 16  # the table's optimizer may step less often than that of the encoder
-_owned: Optional[Set[int]] = None  # `id` of parameters of known optimizers; None: out of date
+_owned_ids: Optional[Set[int]] = None  # `id` of parameters of known optimizers; None: out of date
 
 
 def watch(module: Module) -> None:
@@ -30,9 +30,9 @@ def watch_functions() -> None:
 
 def register_row_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Registers a row optimizer, so that its tables count as trained."""
-    global _owned
+    global _owned_ids
     hooks.row_optimizers.add(optimizer)
-    _owned = None
+    _owned_ids = None
     hooks.before_steps(_before_step)
 
 
@@ -45,7 +45,7 @@ def row_sparse_tables() -> Dict[int, Module]:
     """Returns the modules of tables that may get row-sparse gradients, by `id` of the table."""
     return {
         id(table): module
-        for module in list(hooks.table_modules) if module._row_gradients()
+        for module in list(hooks.table_modules) if module._has_row_gradients()
         for table in module._tables() if table is not None
     }
 
@@ -54,9 +54,9 @@ def row_optimizer(kind: Type[torch.optim.Optimizer]) -> Optional[str]:
     """Returns the name of the optimizer of :mod:`xsoftmax.optim` that is equal or closest to an
     optimizer of torch.optim, or None if `kind` is not from torch.optim."""
     base = next(
-        (each for each in kind.__mro__
-         if f"{each.__module__}.".startswith("torch.optim.") and each is not torch.optim.Optimizer),
-        None)
+        (base_class
+         for base_class in kind.__mro__ if f"{base_class.__module__}.".startswith("torch.optim.")
+         and base_class is not torch.optim.Optimizer), None)
     names: Dict[Any, str] = {torch.optim.SGD: "RowSGD", torch.optim.Adagrad: "RowAdagrad"}
     return None if base is None else names.get(base, "RowAdam")
 
@@ -72,8 +72,8 @@ def _takes_rows(optimizer: torch.optim.Optimizer, group: Dict[str, Any]) -> bool
 def _is_known(optimizer: torch.optim.Optimizer, groups: hooks.Groups) -> bool:
     """Returns whether the groups of an optimizer are known. Loading state creates new groups, and
     add_param_group adds one."""
-    known = groups.get(optimizer)
-    return known is not None and known[0] is optimizer.param_groups and known[1] == len(known[0])
+    entry = groups.get(optimizer)
+    return entry is not None and entry[0] is optimizer.param_groups and entry[1] == len(entry[0])
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -83,49 +83,50 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
-        _look(optimizer)
+        _check_optimizer(optimizer)
         return None
 
-    def looked_at() -> Any:  # the gradients to check are computed by the closure
+    def run_closure() -> Any:  # the gradients to check are computed by the closure
         value = closure()
         if not _is_known(optimizer, hooks.seen_groups):
-            _look(optimizer)
+            _check_optimizer(optimizer)
         return value
 
-    return ((args[0], looked_at, *args[2:]),
-            kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looked_at})
+    return ((args[0], run_closure, *args[2:]),
+            kwargs) if len(args) > 1 else (args, {**kwargs, "closure": run_closure})
 
 
-def _look(optimizer: torch.optim.Optimizer) -> None:
-    global _owned
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    global _owned_ids
     tables = row_sparse_tables()
     if not _is_known(optimizer, hooks.watched_groups):
-        stepped = [(group, param) for group in optimizer.param_groups
-                   for param in group["params"] if param.grad is not None]
-        if not stepped or all(group["lr"] == 0 for group, _ in stepped):
+        group_params = [(group, param) for group in optimizer.param_groups
+                        for param in group["params"] if param.grad is not None]
+        if not group_params or all(group["lr"] == 0 for group, _ in group_params):
             # torch.distributed.checkpoint creates state by a step with lr=0 and zero gradients. A
             # schedule that starts at lr=0 has other gradients, which are checked.
             if any(
                     id(param) in tables and (param.grad.layout != torch.strided or param.grad.any())
-                    for _, param in stepped):
-                _follow_state(optimizer, stepped)
-                _check_gradients(optimizer, stepped, tables)
+                    for _, param in group_params):
+                _follow_state(optimizer, group_params)
+                _check_gradients(optimizer, group_params, tables)
                 _fix_forms(optimizer)
             return
         _refuse_row_state(optimizer)
-        _follow_state(optimizer, stepped)
-        _check_gradients(optimizer, stepped, tables)
+        _follow_state(optimizer, group_params)
+        _check_gradients(optimizer, group_params, tables)
         _fix_forms(optimizer)
         hooks.watched_groups[optimizer] = optimizer.param_groups, len(optimizer.param_groups)
-        _owned = None
-    if not _leaves_out(optimizer, tables):
+        _owned_ids = None
+    if not _has_unowned_table(optimizer, tables):
         hooks.seen_groups[optimizer] = optimizer.param_groups, len(optimizer.param_groups)
 
 
-def _check_gradients(optimizer: torch.optim.Optimizer, stepped: List[Tuple[Dict[str, Any], Any]],
-                     tables: Dict[int, Module]) -> None:
+def _check_gradients(optimizer: torch.optim.Optimizer,
+                     group_params: List[Tuple[Dict[str, Any], Any]], tables: Dict[int,
+                                                                                  Module]) -> None:
     name, dense = type(optimizer).__name__, None
-    for group, param in stepped:
+    for group, param in group_params:
         if param.grad.layout != torch.strided:
             if not _takes_rows(optimizer, group):
                 options = ", ".join(
@@ -159,12 +160,12 @@ def _check_gradients(optimizer: torch.optim.Optimizer, stepped: List[Tuple[Dict[
                                                  and _has_few_rows(param.grad)):
                 dense = dense or (param, tables[id(param)])
     if row_optimizer(type(optimizer)) is None and hasattr(optimizer, "flush"):
-        _hint_at_embeddings(name, [param for _, param in stepped])
+        _hint_at_embeddings(name, [param for _, param in group_params])
     if dense is not None:
-        why = "since sparse_grad=True" if dense[1].sparse_grad else "as the loss made it"
+        reason = "since sparse_grad=True" if dense[1].sparse_grad else "as the loss made it"
         warnings.warn(
             f"{dense[1]._name}: expected a row-sparse gradient of its table of shape "
-            f"{list(dense[0].shape)}, {why}, got a dense one, so each step "
+            f"{list(dense[0].shape)}, {reason}, got a dense one, so each step "
             "costs all rows. What else uses the table gives it a dense gradient: make an "
             "nn.Embedding that is tied to it with sparse=True", stacklevel=5)
 
@@ -179,53 +180,53 @@ def _fix_forms(optimizer: torch.optim.Optimizer) -> None:
     """
     takes_both = row_optimizer(type(optimizer)) is None
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    of_modules: Set[int] = set()
+    module_tables: Set[int] = set()
     for module in list(hooks.table_modules):
         tables = [table for table in module._tables() if table is not None]
-        ours = [(group_of[id(table)], table) for table in tables if id(table) in group_of]
-        of_modules.update(map(id, tables))
-        if not ours or (takes_both and len(ours) < len(tables)):
+        group_tables = [(group_of[id(table)], table) for table in tables if id(table) in group_of]
+        module_tables.update(map(id, tables))
+        if not group_tables or (takes_both and len(group_tables) < len(tables)):
             continue
         if hooks.fixed_forms.pop(module, module) is module.sparse_grad:
             module.sparse_grad = None
-        if not module._row_gradients():
+        if not module._has_row_gradients():
             continue
-        form = None if takes_both else _form_taken(optimizer, ours)
+        form = None if takes_both else _find_form(optimizer, group_tables)
         if form is not None and module.sparse_grad is None:
             module.sparse_grad = hooks.fixed_forms[module] = form
         for table in tables:
             torch.ops.xsoftmax.fix_row_gradient(table, form)
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if id(param) not in of_modules and torch.ops.xsoftmax.is_row_table(param):
+            if id(param) not in module_tables and torch.ops.xsoftmax.is_row_table(param):
                 torch.ops.xsoftmax.fix_row_gradient(
-                    param, None if takes_both else _form_taken(optimizer, [(group, param)]))
+                    param, None if takes_both else _find_form(optimizer, [(group, param)]))
 
 
-def _follow_state(optimizer: torch.optim.Optimizer, stepped: List[Tuple[Dict[str, Any],
-                                                                        Any]]) -> None:
+def _follow_state(optimizer: torch.optim.Optimizer, group_params: List[Tuple[Dict[str, Any],
+                                                                             Any]]) -> None:
     """Converts the first gradients after state was loaded to the form of the earlier ones, if the
     optimizer takes no other form and the loss chose the form by itself."""
     if row_optimizer(type(optimizer)) is None:
         return
-    asked = {
+    fixed_tables = {
         id(table)
         for module in list(hooks.table_modules) if module.sparse_grad is not None
         for table in module._tables() if table is not None
     }
-    for group, param in stepped:
+    for group, param in group_params:
         state = optimizer.state.get(param)  # Adagrad has state before its first step
         if state and float(state.get("step", 1)) > 0 and id(
-                param) not in asked and torch.ops.xsoftmax.is_row_table(param) and type(
+                param) not in fixed_tables and torch.ops.xsoftmax.is_row_table(param) and type(
                     param.grad) is torch.Tensor:
-            form, is_sparse = _form_taken(optimizer,
-                                          [(group, param)]), param.grad.layout != torch.strided
+            form, is_sparse = _find_form(optimizer,
+                                         [(group, param)]), param.grad.layout != torch.strided
             if form is not None and form != is_sparse:
                 param.grad = param.grad.to_sparse(1) if form else param.grad.to_dense()
 
 
-def _form_taken(optimizer: torch.optim.Optimizer, tables: List[Tuple[Dict[str, Any],
-                                                                     Any]]) -> Optional[bool]:
+def _find_form(optimizer: torch.optim.Optimizer, tables: List[Tuple[Dict[str, Any],
+                                                                    Any]]) -> Optional[bool]:
     """Returns the form of gradient that an optimizer takes for the tables of a loss: True for
     row-sparse (SparseAdam), False for dense (most others), or None for both.
 
@@ -235,11 +236,13 @@ def _form_taken(optimizer: torch.optim.Optimizer, tables: List[Tuple[Dict[str, A
         return True
     if not all(_takes_rows(optimizer, group) for group, _ in tables):
         return False
-    with_momentum = [table for group, table in tables if group.get("momentum")]
-    made = [
-        optimizer.state.get(table, {}).get("momentum_buffer", table.grad) for table in with_momentum
+    momentum_tables = [table for group, table in tables if group.get("momentum")]
+    buffers = [
+        optimizer.state.get(table, {}).get("momentum_buffer", table.grad)
+        for table in momentum_tables
     ]
-    return any(each is None or each.layout != torch.strided for each in made) if made else None
+    return any(buffer is None or buffer.layout != torch.strided
+               for buffer in buffers) if buffers else None
 
 
 def _refuse_row_state(optimizer: torch.optim.Optimizer) -> None:
@@ -251,27 +254,29 @@ def _refuse_row_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if "stochastic_rounding" not in group:  # every row optimizer has this option
             continue
-        ours = "RowAdam" if "betas" in group else "RowAdagrad" if "lr_decay" in group else "RowSGD"
+        row_name = ("RowAdam"
+                    if "betas" in group else "RowAdagrad" if "lr_decay" in group else "RowSGD")
         kinds: Any = dict(RowAdam=torch.optim.Adam, RowAdagrad=torch.optim.Adagrad,
-                          RowSGD=torch.optim.SGD)[ours]
+                          RowSGD=torch.optim.SGD)[row_name]
         if not isinstance(optimizer, kinds):
             raise RuntimeError(f"{name}: expected state of its own kind, got that of "
-                               f"xs.optim.{ours}: load it into that, or begin with fresh state")
-        if ours == "RowAdam" and group["weight_decay"] and not group["decoupled_weight_decay"]:
+                               f"xs.optim.{row_name}: load it into that, or begin with fresh state")
+        if row_name == "RowAdam" and group["weight_decay"] and not group["decoupled_weight_decay"]:
             raise RuntimeError(f"{name}: expected state of its own kind, got that of "
                                f"xs.optim.RowAdam with weight_decay={group['weight_decay']}, which "
                                "is "
                                "decoupled: load it into torch.optim.AdamW or xs.optim.RowAdam")
         for param in group["params"]:
-            of_rows = [
+            row_keys = [
                 key for key, value in optimizer.state.get(param, {}).items() if key == "pending" or
                 (isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != param.shape)
             ]
-            if of_rows:
-                raise RuntimeError(f"{name}: expected state of dense gradients for a parameter of "
-                                   f"shape {list(param.shape)}, got {of_rows[0]}, which "
-                                   f"xs.optim.{ours} keeps for rows: load it into that, or begin "
-                                   "with fresh state")
+            if row_keys:
+                raise RuntimeError(
+                    f"{name}: expected state of dense gradients for a parameter of "
+                    f"shape {list(param.shape)}, got {row_keys[0]}, which "
+                    f"xs.optim.{row_name} keeps for rows: load it into that, or begin "
+                    "with fresh state")
 
 
 @torch.no_grad()
@@ -288,13 +293,13 @@ def _has_few_rows(grad: torch.Tensor) -> bool:
 def _hint_at_embeddings(name: str, params: List[Any]) -> None:
     """Warns of the first parameter, such as an nn.Embedding, whose dense gradient has many rows
     that are mostly zero."""
-    known = {
+    table_ids = {
         id(table)
         for module in list(hooks.table_modules)
         for table in module._tables() if table is not None
     }
     for param in params:
-        if id(param) not in known and param.grad.layout == torch.strided and not hasattr(
+        if id(param) not in table_ids and param.grad.layout == torch.strided and not hasattr(
                 param.grad, "full_tensor") and _has_few_rows(param.grad):
             warnings.warn(
                 f"{name}: a parameter of shape {list(param.shape)} has a dense gradient, "
@@ -328,15 +333,15 @@ class _UnownedTable:
 
 def _owned_parameters() -> Set[int]:
     """Returns the `id` of all parameters of known optimizers."""
-    global _owned
-    if _owned is None:
-        _owned = {
+    global _owned_ids
+    if _owned_ids is None:
+        _owned_ids = {
             id(param)
-            for each in (*hooks.watched_groups, *hooks.row_optimizers)
-            for group in each.param_groups
+            for optimizer in (*hooks.watched_groups, *hooks.row_optimizers)
+            for group in optimizer.param_groups
             for param in group["params"]
         }
-    return _owned
+    return _owned_ids
 
 
 def _find_owner(table: torch.Tensor) -> bool:
@@ -346,23 +351,22 @@ def _find_owner(table: torch.Tensor) -> bool:
     Optimizers of torch.optim are not known before their first step, which may come late. The search
     takes a tenth of a second, so it is done only once, before a warning.
     """
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.optim.Optimizer) and any(param is table
-                                                                 for group in each.param_groups
-                                                                 for param in group["params"]):
-            register_row_optimizer(each)
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.optim.Optimizer) and any(
+                param is table for group in candidate.param_groups for param in group["params"]):
+            register_row_optimizer(candidate)
             return True
     return False
 
 
-def _leaves_out(optimizer: torch.optim.Optimizer, tables: Dict[int, Module]) -> bool:
+def _has_unowned_table(optimizer: torch.optim.Optimizer, tables: Dict[int, Module]) -> bool:
     """Returns whether a table has a row-sparse gradient but belongs to no optimizer, so that later
     steps must be checked too.
 
     Warns once per table after several such steps, whether its gradient is cleared between steps or
     accumulates.
     """
-    leaves_out = False
+    has_unowned = False
     for module in {id(module): module for module in tables.values()}.values():
         for table in module._tables():
             if table is None or module in hooks.warned_modules or id(table) in _owned_parameters():
@@ -370,11 +374,11 @@ def _leaves_out(optimizer: torch.optim.Optimizer, tables: Dict[int, Module]) -> 
             grad = table.grad
             # Skips fake tensors.
             if type(grad) is not torch.Tensor or grad.layout != torch.sparse_coo:
-                leaves_out |= table in hooks.unowned_tables
+                has_unowned |= table in hooks.unowned_tables
                 continue
-            unowned = hooks.unowned_tables.setdefault(table, _UnownedTable())
-            if unowned.count(table, grad) < _UNOWNED_STEPS:
-                leaves_out = True
+            record = hooks.unowned_tables.setdefault(table, _UnownedTable())
+            if record.count(table, grad) < _UNOWNED_STEPS:
+                has_unowned = True
             elif not _find_owner(table):
                 hooks.warned_modules.add(module)
                 warnings.warn(
@@ -383,4 +387,4 @@ def _leaves_out(optimizer: torch.optim.Optimizer, tables: Dict[int, Module]) -> 
                     "has the table, so it is not trained: give an optimizer loss.parameters() too "
                     "(after "
                     "xs.replace_head: model.parameters())", stacklevel=5)
-    return leaves_out
+    return has_unowned

@@ -17,27 +17,28 @@ from . import torch_options as _torch_options
 from . import values as _values
 
 
-def sparse_rows(who: str, param: Tensor, grad: Tensor) -> Tuple[Tensor, Tensor]:
+def sparse_rows(owner: str, param: Tensor, grad: Tensor) -> Tuple[Tensor, Tensor]:
     """Returns rows [R] and values [R, ...] of a sparse COO gradient, coalesced or not."""
     if grad.layout != torch.sparse_coo or grad.sparse_dim() != 1:
         layout = (f"{grad.sparse_dim()} sparse dimensions"
                   if grad.layout == torch.sparse_coo else f"layout {grad.layout}")
-        raise RuntimeError(f"{who}: expected a gradient that is dense, or sparse COO in dimension "
-                           f"0 alone, got {layout}")
+        raise RuntimeError(
+            f"{owner}: expected a gradient that is dense, or sparse COO in dimension "
+            f"0 alone, got {layout}")
     if param.dim() > 2:
-        raise RuntimeError(f"{who}: expected a parameter with 1 or 2 dimensions for a sparse "
+        raise RuntimeError(f"{owner}: expected a parameter with 1 or 2 dimensions for a sparse "
                            "gradient, got shape "
                            f"{tuple(param.shape)}")
     return grad._indices().select(0, 0), grad._values()
 
 
-def _local(tensor: Any) -> Any:
+def _to_local(tensor: Any) -> Any:
     """Returns this rank's part of a DTensor, such as a parameter of fully_shard. Dense steps are
     element-wise, so each rank updates its part."""
     return tensor if type(tensor) in PLAIN or not hasattr(tensor, "to_local") else tensor.to_local()
 
 
-def _spread(param: Any, tensor: Tensor) -> Any:
+def _to_dtensor(param: Any, tensor: Tensor) -> Any:
     """Returns state of this rank's part as a DTensor like the parameter. 0-dim tensors are returned
     unchanged."""
     if type(param) in PLAIN or not hasattr(param, "to_local") or tensor.dim() == 0:
@@ -51,18 +52,18 @@ def _is_fixed(value: Any) -> bool:
         bool, int, float, str, torch.dtype)
 
 
-def _is_of_rows(state: Dict[str, Any]) -> bool:
+def _is_row_state(state: Dict[str, Any]) -> bool:
     step = state.get("step")
     return isinstance(step, torch.Tensor) and step.dtype == torch.int64
 
 
-class _Hidden:
+class _HiddenTensor:
     """Protects a tensor from torch.optim's cast of loaded state to the dtype of the parameter."""
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
-def _with_numbers(state_dict: Dict[str, Any]) -> Dict[str, Any]:
+def _number_parameters(state_dict: Dict[str, Any]) -> Dict[str, Any]:
     """Returns a state dict whose state is keyed by parameter numbers.
     torch.distributed.checkpoint.format_utils writes them as text, and omits empty entries."""
     numbers = {
@@ -81,7 +82,7 @@ def _with_numbers(state_dict: Dict[str, Any]) -> Dict[str, Any]:
 def _hide_tensors(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
     hidden = {
         key: {
-            name: _Hidden(value) if isinstance(value, torch.Tensor) else value
+            name: _HiddenTensor(value) if isinstance(value, torch.Tensor) else value
             for name, value in state.items()
         } if isinstance(state, dict) else state
         for key, state in state_dict["state"].items()
@@ -147,8 +148,9 @@ class RowOptimizer(torch.optim.Optimizer):
             for name in self._option_names
         ]
         texts = self.__dict__.setdefault("_texts", {})
-        known, text = texts.get(id(group), ((), None))
-        if text is not None and len(known) == len(values) and all(map(operator.is_, known, values)):
+        old_values, text = texts.get(id(group), ((), None))
+        if text is not None and len(old_values) == len(values) and all(
+                map(operator.is_, old_values, values)):
             return str(text)
         text = self._new_text(group)
         if all(_is_fixed(value) for value in values):
@@ -164,7 +166,7 @@ class RowOptimizer(torch.optim.Optimizer):
             raise TypeError(f"{self._name}: {error}") from None
 
     def _tensors(self, state: Dict[str, Any]) -> List[Tensor]:
-        return [_local(state[name]) for name in self._state_names if name in state]
+        return [_to_local(state[name]) for name in self._state_names if name in state]
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         if isinstance(param_group, dict) and "lazy_gradient" in param_group:
@@ -176,14 +178,15 @@ class RowOptimizer(torch.optim.Optimizer):
         try:
             _torch_options.check_group(self._name, group, self._option_names)
             _values.check_tensor_rate(self._name, group["lr"])
-            seen: Dict[int, Any] = {}
+            positions: Dict[int, Any] = {}
             for number, param in enumerate(group["params"]):
-                first = seen.setdefault(id(param), number)
-                if first != number:
-                    raise ValueError(f"{self._name}: expected each parameter once, got that of "
-                                     f"shape {list(param.shape)} as number {first} and as number "
-                                     f"{number}, as where a table is tied to an embedding: give "
-                                     "list(dict.fromkeys(parameters))")
+                position = positions.setdefault(id(param), number)
+                if position != number:
+                    raise ValueError(
+                        f"{self._name}: expected each parameter once, got that of "
+                        f"shape {list(param.shape)} as number {position} and as number "
+                        f"{number}, as where a table is tied to an embedding: give "
+                        "list(dict.fromkeys(parameters))")
             for dtype in {torch.float32, *(param.dtype for param in group["params"])}:
                 # Checks the options.
                 self._call("_state", torch.empty(0, dtype=dtype), False, self._text(group))
@@ -215,7 +218,7 @@ class RowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError, TypeError, IndexError, RuntimeError: same as the class.
         """
-        if hooks.deferred:
+        if hooks.deferred_work:
             hooks.run_deferred()
         loss = None
         if closure is not None:
@@ -224,17 +227,17 @@ class RowOptimizer(torch.optim.Optimizer):
         texts, rates = self._texts_and_rates()
         rows: List[Optional[Tensor]] = []
         params, values, tensors, counts = [], [], [], []
-        fresh: Dict[Tensor, Dict[str, Any]] = {}
-        lazy: List[Tuple[Tensor, List[Tensor], List[Tensor], str, Optional[Tensor]]] = []
+        new_states: Dict[Tensor, Dict[str, Any]] = {}
+        lazy_updates: List[Tuple[Tensor, List[Tensor], List[Tensor], str, Optional[Tensor]]] = []
         for number, (group, text) in enumerate(zip(self.param_groups, texts)):
             terms = {param: terms_of(param)
                      for param in group["params"]} if self._lazy_gradient else {}
-            for param, left in terms.items():
-                if left:
-                    state = self.state.get(param) or self._new_state(param, True, text, fresh)
-                    if _is_of_rows(state):
-                        lazy.append((param, self._tensors(state), left, text,
-                                     rates[number] if rates is not None else None))
+            for param, param_terms in terms.items():
+                if param_terms:
+                    state = self.state.get(param) or self._new_state(param, True, text, new_states)
+                    if _is_row_state(state):
+                        lazy_updates.append((param, self._tensors(state), param_terms, text,
+                                             rates[number] if rates is not None else None))
                     else:
                         terms[param] = []  # dense state takes a materialised gradient
             group_params = [
@@ -251,32 +254,37 @@ class RowOptimizer(torch.optim.Optimizer):
                     # A table may get both forms of gradient, and torch.distributed.checkpoint
                     # creates the state to load with a dense gradient of zeros, so the form of the
                     # first gradient does not decide.
-                    known = type(param) in PLAIN and torch.ops.xsoftmax.is_row_table(param)
-                    keeps_rows = is_sparse or known or id(param) in first_step.row_sparse_tables()
-                    state = self._new_state(param, keeps_rows, text, fresh)
-                params.append(_local(param))
+                    is_table = type(param) in PLAIN and torch.ops.xsoftmax.is_row_table(param)
+                    keeps_rows = is_sparse or is_table or id(
+                        param) in first_step.row_sparse_tables()
+                    state = self._new_state(param, keeps_rows, text, new_states)
+                params.append(_to_local(param))
                 rows.append(None)  # the operator reads the rows of a sparse gradient
-                values.append(_local(grad))
+                values.append(_to_local(grad))
                 tensors += self._tensors(state)
             counts.append(len(group_params))
-        for param, of_rows, left, text, rate in lazy:  # before any parameter changes
-            self._call("_check_terms", param, of_rows, *left, text, rate)
+        # before any parameter changes
+        for param, row_state, param_terms, text, rate in lazy_updates:
+            self._call("_check_terms", param, row_state, *param_terms, text, rate)
         if params:
             self._call("_step_", params, rows, values, tensors, texts, counts, rates)
-        by_terms = {param: fresh.pop(param) for param, *_ in lazy if param in fresh}
-        self.state.update(fresh)
-        for param, of_rows, left, text, rate in lazy:
-            self._call("_terms_", param, of_rows, *left, text, rate)
-            if param in by_terms:
-                self.state[param] = by_terms[param]
+        lazy_states = {
+            param: new_states.pop(param)
+            for param, *_ in lazy_updates if param in new_states
+        }
+        self.state.update(new_states)
+        for param, row_state, param_terms, text, rate in lazy_updates:
+            self._call("_terms_", param, row_state, *param_terms, text, rate)
+            if param in lazy_states:
+                self.state[param] = lazy_states[param]
         return loss
 
     def _new_state(self, param: Tensor, keeps_rows: bool, text: str,
-                   fresh: Dict[Tensor, Any]) -> Dict[str, Any]:
-        made = self._call("_state", _local(param), keeps_rows, text)
-        state = fresh[param] = {
-            name: _spread(param, tensor)
-            for name, tensor in zip(self._state_names, made)
+                   new_states: Dict[Tensor, Any]) -> Dict[str, Any]:
+        tensors = self._call("_state", _to_local(param), keeps_rows, text)
+        state = new_states[param] = {
+            name: _to_dtensor(param, tensor)
+            for name, tensor in zip(self._state_names, tensors)
         }
         return state
 
@@ -290,14 +298,14 @@ class RowOptimizer(torch.optim.Optimizer):
         the end of the capture. Up to rounding, it does not change the course of training, given the
         same gradients.
         """
-        if hooks.deferred:
+        if hooks.deferred_work:
             hooks.run_deferred()
         self._flush_later()()
 
     def _flush_later(self) -> Callable[[], None]:
         """Returns a function that does :meth:`flush` and has no reference to the optimizer."""
         flush = getattr(torch.ops.xsoftmax, self._op + "_flush_")
-        states = [(_local(param), self._tensors(state))
+        states = [(_to_local(param), self._tensors(state))
                   for param, state in self.state.items() if state]
 
         def flush_states() -> None:
@@ -345,10 +353,10 @@ class RowOptimizer(torch.optim.Optimizer):
             TypeError: row state has another dtype, moments are integers, or an option has another
                 type.
         """
-        state_dict = state_of_rank(self, _with_numbers(state_dict))
+        state_dict = state_of_rank(self, _number_parameters(state_dict))
         self._check_state(state_dict)
-        before = self.state, self.param_groups
-        replaced = [self._tensors(state) for state in self.state.values() if state]
+        old_state = self.state, self.param_groups
+        old_tensors = [self._tensors(state) for state in self.state.values() if state]
         hide = self.register_load_state_dict_pre_hook(_hide_tensors)
         reveal = self.register_load_state_dict_post_hook(
             RowOptimizer._reveal_tensors,  # type: ignore[arg-type]
@@ -356,12 +364,12 @@ class RowOptimizer(torch.optim.Optimizer):
         try:
             super().load_state_dict(state_dict)
         except Exception:
-            self.state, self.param_groups = before
+            self.state, self.param_groups = old_state
             raise
         finally:
             hide.remove()
             reveal.remove()
-        for tensors in replaced:
+        for tensors in old_tensors:
             torch.ops.xsoftmax.forget_pending(tensors)
 
     def _check_state(self, state_dict: Dict[str, Any]) -> None:
@@ -393,12 +401,12 @@ class RowOptimizer(torch.optim.Optimizer):
                                      "the state of as many rows as it has (resize_classes)")
             if isinstance(state, dict):
                 _torch_options.check_loaded_state(self, number, state)
-                _values.check_state_values(self._name, number,
-                                           {name: _local(value)
-                                            for name, value in state.items()})
-            if isinstance(state, dict) and _is_of_rows(state):
-                self._check_rows(number, _local(param), group,
-                                 {name: _local(value)
+                _values.check_state_values(
+                    self._name, number, {name: _to_local(value)
+                                         for name, value in state.items()})
+            if isinstance(state, dict) and _is_row_state(state):
+                self._check_rows(number, _to_local(param), group,
+                                 {name: _to_local(value)
                                   for name, value in state.items()})
 
     def _check_rows(self, number: int, param: Tensor, group: Dict[str, Any],
@@ -406,67 +414,68 @@ class RowOptimizer(torch.optim.Optimizer):
         """Raises for row state that the next step would refuse, or that does not fit into the state
         file of a table in a file (:mod:`xsoftmax.tables`)."""
         like = torch.empty_like(param, device="meta")
-        made = dict(
+        fresh_state = dict(
             zip(self._state_names,
                 self._call("_state", like, True, self._new_text({**self._later_options, **group}))))
-        given = {
-            name: made[name] if state.get(name) is None else state[name]
+        loaded_state = {
+            name: fresh_state[name] if state.get(name) is None else state[name]
             for name in self._state_names
         }
-        for name, tensor in made.items() if torch.ops.xsoftmax.mapped_table_path(param) else ():
-            if given[name].shape != tensor.shape or given[name].dtype != tensor.dtype or (
-                    state.get(name) is None and tensor.numel()):
-                got = "none" if state.get(
-                    name
-                ) is None else f"shape {list(given[name].shape)} and dtype {given[name].dtype}"
+        for name, tensor in fresh_state.items() if torch.ops.xsoftmax.mapped_table_path(
+                param) else ():
+            value = state.get(name)
+            if value is None and tensor.numel() or value is not None and (
+                    value.shape != tensor.shape or value.dtype != tensor.dtype):
+                got = ("none"
+                       if value is None else f"shape {list(value.shape)} and dtype {value.dtype}")
                 raise ValueError(f"{self._name}: expected {name} of parameter {number} with the "
                                  f"shape {list(tensor.shape)} and dtype {tensor.dtype} for a "
                                  f"table in a file, got {got}")
         # On meta tensors it only makes its checks.
-        self._call("_flush_", like, [given[name].to("meta") for name in self._state_names])
+        self._call("_flush_", like, [loaded_state[name].to("meta") for name in self._state_names])
 
     def _reveal_tensors(self) -> None:
         groups = {param: group for group in self.param_groups for param in group["params"]}
-        in_files = []
+        file_states = []
         for param, state in self.state.items():
             hidden = {
                 name: value.tensor
-                for name, value in state.items() if isinstance(value, _Hidden)
+                for name, value in state.items() if isinstance(value, _HiddenTensor)
             }
-            if _is_of_rows(hidden) and torch.ops.xsoftmax.mapped_table_path(_local(param)):
+            if _is_row_state(hidden) and torch.ops.xsoftmax.mapped_table_path(_to_local(param)):
                 state.update(
                     zip(self._state_names,
-                        self._call("_state", _local(param), True, self._text(groups[param]))))
-                in_files.append((_local(param), state, hidden))
+                        self._call("_state", _to_local(param), True, self._text(groups[param]))))
+                file_states.append((_to_local(param), state, hidden))
             else:
                 state.update(
                     {name: tensor.to(param.device, copy=True)
                      for name, tensor in hidden.items()})
             # State of torch.optim.SGD has no step.
             if state and any(state.get(name) is None for name in self._state_names[:2]):
-                made = self._call("_state", _local(param), False, self._text(groups[param]))
+                tensors = self._call("_state", _to_local(param), False, self._text(groups[param]))
                 complete = {
-                    name: _spread(param, tensor)
-                    for name, tensor in zip(self._state_names, made)
+                    name: _to_dtensor(param, tensor)
+                    for name, tensor in zip(self._state_names, tensors)
                 }
                 complete["step"].fill_(1)
                 state.update(
                     {name: tensor
                      for name, tensor in complete.items() if state.get(name) is None})
         self._register_pending()
-        for param, state, loaded in in_files:  # last, because it cannot be undone
+        for param, state, hidden_tensors in file_states:  # last, because it cannot be undone
             torch.ops.xsoftmax.mapped_table_changes(param)
             with torch.no_grad():
                 for name in self._state_names:
-                    if name in loaded:
-                        state[name].copy_(loaded[name])
+                    if name in hidden_tensors:
+                        state[name].copy_(hidden_tensors[name])
 
     def _register_pending(self) -> None:
         groups = {param: group for group in self.param_groups for param in group["params"]}
         for param, state in self.state.items():
             if tensors := self._tensors(state):
                 torch.ops.xsoftmax.register_row_state(
-                    _local(param), tensors, groups[param].get("initial_accumulator_value", 0.0))
+                    _to_local(param), tensors, groups[param].get("initial_accumulator_value", 0.0))
             if "pending" in state:
                 torch.ops.xsoftmax.register_pending(param, self._tensors(state), self._op)
 
@@ -477,6 +486,6 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("_lazy_gradient", False)
         if not any(
-                isinstance(value, _Hidden) for tensors in self.state.values()
+                isinstance(value, _HiddenTensor) for tensors in self.state.values()
                 for value in tensors.values()):
             self._register_pending()  # for a copy

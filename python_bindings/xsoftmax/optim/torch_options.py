@@ -5,7 +5,7 @@ from typing import Any, Dict, Iterable, Optional, TypedDict
 
 import torch
 
-from .._core.arguments import meant_argument
+from .._core.arguments import guess_argument
 
 
 class TorchOptions(TypedDict, total=False):
@@ -64,7 +64,7 @@ def _is_on(value: Any) -> bool:
     return value is not None and not (isinstance(value, (bool, int, float)) and value == 0)
 
 
-def _refused(name: str, value: Any, group: Dict[str, Any]) -> bool:
+def _changes_steps(name: str, value: Any, group: Dict[str, Any]) -> bool:
     """Returns whether an option that a row optimizer does not have would change its steps."""
     # RowAdam decays weights as AdamW does; the others add the decay to the gradient.
     if name == "decoupled_weight_decay":
@@ -77,7 +77,7 @@ def _reason(owner: str, name: str) -> str:
 
 
 def check_keywords(owner: str, keywords: Dict[str, Any], group: Dict[str, Any],
-                   known: Iterable[str]) -> None:
+                   option_names: Iterable[str]) -> None:
     """Checks additional keywords of a constructor. Options of torch.optim that would not change a
     step are ignored.
 
@@ -87,13 +87,15 @@ def check_keywords(owner: str, keywords: Dict[str, Any], group: Dict[str, Any],
     """
     for name, value in keywords.items():
         if name not in _SAME_STEP and name not in _REASONS:
-            hint = f": did you mean {meant}?" if (meant := meant_argument(name, known)) else ""
-            raise TypeError(f"{owner}: expected options among {', '.join(known)}, got {name}{hint}")
-        if _refused(name, value, group):
+            hint = f": did you mean {guess}?" if (guess := guess_argument(name,
+                                                                          option_names)) else ""
+            raise TypeError(
+                f"{owner}: expected options among {', '.join(option_names)}, got {name}{hint}")
+        if _changes_steps(name, value, group):
             raise ValueError(f"{owner}: expected no {name}={value!r}: {_reason(owner, name)}")
 
 
-def check_group(owner: str, group: Dict[str, Any], known: Iterable[str]) -> None:
+def check_group(owner: str, group: Dict[str, Any], option_names: Iterable[str]) -> None:
     """Checks the options of a parameter group. Keys that are not options of torch.optim are the
     user's and are ignored.
 
@@ -101,18 +103,18 @@ def check_group(owner: str, group: Dict[str, Any], known: Iterable[str]) -> None
         ValueError: an option of torch.optim would change the steps.
     """
     for name, value in group.items():
-        if name in _OWNERS and name not in known and _refused(name, value, group):
+        if name in _OWNERS and name not in option_names and _changes_steps(name, value, group):
             raise ValueError(f"{owner}: expected a parameter group without {name}={value!r}: "
                              f"{_reason(owner, name)}")
 
 
-def _kind(names: Iterable[str], owners: Dict[str, str], known: Iterable[str]) -> str:
+def _kind(names: Iterable[str], owners: Dict[str, str], own_names: Iterable[str]) -> str:
     """Returns which optimizer the names identify, for messages: ", that of NAdam", or ""."""
-    found = next((owners[name] for name in names if name in owners and name not in known), None)
-    return "" if found in (None, "all") else f", that of {found}"
+    kind = next((owners[name] for name in names if name in owners and name not in own_names), None)
+    return "" if kind in (None, "all") else f", that of {kind}"
 
 
-def _is_ours(group: Dict[str, Any]) -> bool:
+def _is_row_group(group: Dict[str, Any]) -> bool:
     return "stochastic_rounding" in group
 
 
@@ -131,17 +133,19 @@ def check_loaded_group(optimizer: Any, group: Dict[str, Any], counterpart: str,
         ValueError: the options are those of another kind of optimizer, or one of them would change
             the steps. Unknown options are assumed to.
     """
-    owner, known = optimizer._name, optimizer._option_names
+    owner, option_names = optimizer._name, optimizer._option_names
     expected = (f"{owner}: expected the state dict of such an optimizer or of "
                 f"torch.optim.{counterpart}")
     advice = "Load it into the optimizer that saved it, or begin with fresh state"
-    missing = [name for name in known if name not in group and name not in optimizer._later_options]
-    if missing:
-        raise ValueError(f"{expected}, with the options {', '.join(known)}, got one without "
-                         f"{', '.join(missing)}"
-                         f"{_kind(group, _OWNERS, known)}. {advice}")
+    missing_names = [
+        name for name in option_names if name not in group and name not in optimizer._later_options
+    ]
+    if missing_names:
+        raise ValueError(f"{expected}, with the options {', '.join(option_names)}, got one without "
+                         f"{', '.join(missing_names)}"
+                         f"{_kind(group, _OWNERS, option_names)}. {advice}")
     for name, value in group.items():
-        if name in known or name in _NOT_OF_STEPS or not _refused(name, value, group):
+        if name in option_names or name in _NOT_OF_STEPS or not _changes_steps(name, value, group):
             continue
         if name == "decoupled_weight_decay":
             raise ValueError(f"{expected}, whose weight decay is decoupled, got "
@@ -149,13 +153,14 @@ def check_loaded_group(optimizer: Any, group: Dict[str, Any], counterpart: str,
                              f"{name}={value}: torch.optim.Adam adds it to the gradient. Set "
                              "weight_decay=0 in its groups to go on without, "
                              "or begin with fresh state")
-        if name in _OWNERS or not (_is_ours(group) or name in notes):
+        if name in _OWNERS or not (_is_row_group(group) or name in notes):
             reason = _reason(owner, name) if name in _OWNERS else (
                 f"{owner} does not know it. A note of yours loads where the groups of this "
                 "optimizer have its key, too")
-            raise ValueError(f"{expected}, got one with "
-                             f"{name}={value!r}{_kind([name], _OWNERS, known)}: {reason}. {advice}")
-    if counterpart == "AdamW" and "foreach" in group and not _is_ours(group):
+            raise ValueError(
+                f"{expected}, got one with "
+                f"{name}={value!r}{_kind([name], _OWNERS, option_names)}: {reason}. {advice}")
+    if counterpart == "AdamW" and "foreach" in group and not _is_row_group(group):
         _check_adam(expected, group, advice)
 
 
@@ -177,20 +182,22 @@ def check_loaded_state(optimizer: Any, number: Any, state: Dict[str, Any]) -> No
     Raises:
         ValueError: the state has other names, such as those of another optimizer, or lacks some.
     """
-    owner, known = optimizer._name, optimizer._state_names
-    expected = f"{owner}: expected state of parameter {number} with {', '.join(known)}"
+    owner, state_names = optimizer._name, optimizer._state_names
+    expected = f"{owner}: expected state of parameter {number} with {', '.join(state_names)}"
     for name, value in state.items():
-        if value is not None and name not in known:
-            raise ValueError(f"{expected}, got {name} as "
-                             f"well{_kind([name], _STATE_OWNERS, known)}. Begin with fresh state")
+        if value is not None and name not in state_names:
+            raise ValueError(
+                f"{expected}, got {name} as "
+                f"well{_kind([name], _STATE_OWNERS, state_names)}. Begin with fresh state")
         if value is not None and not isinstance(value, torch.Tensor):
             raise ValueError(f"{expected}, all of them tensors, got {name} of type "
                              f"{type(value).__name__}")
-    missing = [name for name in optimizer._dense_names if state.get(name) is None]
-    if state and missing:
-        raise ValueError(f"{expected}, got one without "
-                         f"{', '.join(missing)}{_kind(state, _STATE_OWNERS, known)}. Begin with "
-                         "fresh state")
+    missing_names = [name for name in optimizer._dense_names if state.get(name) is None]
+    if state and missing_names:
+        raise ValueError(
+            f"{expected}, got one without "
+            f"{', '.join(missing_names)}{_kind(state, _STATE_OWNERS, state_names)}. Begin with "
+            "fresh state")
 
 
 def check_parameters(owner: str, params: Any) -> Any:
@@ -200,12 +207,12 @@ def check_parameters(owner: str, params: Any) -> Any:
     Raises:
         TypeError: `params` is a module, or contains one.
     """
-    given: Optional[torch.nn.Module] = params if isinstance(params, torch.nn.Module) else None
-    if given is None and not isinstance(params, (torch.Tensor, dict)):
+    module: Optional[torch.nn.Module] = params if isinstance(params, torch.nn.Module) else None
+    if module is None and not isinstance(params, (torch.Tensor, dict)):
         params = list(params)
-        given = next((each for each in params if isinstance(each, torch.nn.Module)), None)
-    if given is not None:
-        raise TypeError(f"{owner}: expected parameters, got the module {type(given).__name__}: "
+        module = next((param for param in params if isinstance(param, torch.nn.Module)), None)
+    if module is not None:
+        raise TypeError(f"{owner}: expected parameters, got the module {type(module).__name__}: "
                         "give "
                         "[*encoder.parameters(), *loss.parameters()], or loss.parameters() for "
                         "one module")

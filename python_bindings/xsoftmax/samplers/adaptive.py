@@ -10,7 +10,7 @@ from .._core.checks import check_count, check_generator
 from .._core.memory import device_of_values
 from .._core.options import option_text, read_options
 from .sampler import DescribedSampler, unusable_tables
-from .static import Exclude, _bool, _ids
+from .static import Exclude, _check_option, _read_ids
 
 
 class AdaptiveSampler(DescribedSampler):
@@ -53,7 +53,7 @@ class AdaptiveSampler(DescribedSampler):
 
     _family = ""  # prefix of its operators (csrc/proposal/adaptive.h)
     _tables: Tuple[str, ...] = ("recent", "step")  # tables, in the order of the operators
-    _learnt: Tuple[str, ...] = ()  # tables that are parameters
+    _parameter_names: Tuple[str, ...] = ()  # tables that are parameters
     _places = ""  # table with a row per class, negative for excluded classes
     _statistics: List[str] = []  # names of the statistics that a refresh returns
 
@@ -66,26 +66,26 @@ class AdaptiveSampler(DescribedSampler):
         operators."""
         owner = type(self).__name__
         num_classes = check_count(owner, "num_classes", num_classes, 1)
-        shared = _bool(owner, "shared", shared, False)
+        shared = _check_option(owner, "shared", shared, False)
         device = device_of_values(None)
         num_samples = check_count(owner, "num_samples", num_samples, 0)
         text = option_text(num_samples=num_samples, shared=shared, **options)
         # The index is built from these values, so they must not be on a default device of meta.
         with torch.device("cpu"):
-            classes = _ids(owner, "exclude", exclude, num_classes)
+            classes = _read_ids(owner, "exclude", exclude, num_classes)
             self._make(num_classes, check_count(owner, "dim", dim, None), num_samples, shared,
-                       _bool(owner, "distinct", options.get("distinct"), shared),
+                       _check_option(owner, "distinct", options.get("distinct"), shared),
                        torch.empty(0, dtype=torch.int64) if classes is None else classes, text)
         self.to(device)
 
     def _make(self, num_classes: int, dim: int, num_samples: int, shared: bool, distinct: bool,
-              excluded: Tensor, options: str) -> None:
+              excluded_ids: Tensor, options: str) -> None:
         super().__init__(num_classes, num_samples, shared=shared, distinct=distinct)
         self.dim = dim
         self.options = options
-        by_name = read_options(options)
-        self._refresh_every, self._update_every = int(by_name["refresh_every"]), int(
-            by_name.get("update_every", 0))
+        values = read_options(options)
+        self._refresh_every, self._update_every = int(values["refresh_every"]), int(
+            values.get("update_every", 0))
         self.follows_table = True
         if not (self.shared or self.distinct):
             self.default_estimator = "ranking"
@@ -94,9 +94,9 @@ class AdaptiveSampler(DescribedSampler):
         self._kind = f"{self._family}:{len(self._tables)}:"
         index = torch.ops.xsoftmax.adaptive_index(self.family,
                                                   type(self).__name__, num_classes, dim,
-                                                  excluded.cpu(), options)
+                                                  excluded_ids.cpu(), options)
         for name, table in zip(self._tables, index):
-            if name in self._learnt:
+            if name in self._parameter_names:
                 self.register_parameter(name, nn.Parameter(table))
             else:
                 self.register_buffer(name, table)
@@ -173,10 +173,10 @@ class AdaptiveSampler(DescribedSampler):
                 self._index()[:-1], self.options).tolist()
         else:
             values = self._interruptible_refresh(weight, bias)
-        named: Dict[str, float] = {}
+        statistics: Dict[str, float] = {}
         for name, value in zip(self.statistics, values):
-            named[name] = value
-        return named
+            statistics[name] = value
+        return statistics
 
     @torch.jit.unused
     def plan_growth(self, num_classes: int, rows: Optional[Tensor],
@@ -189,16 +189,17 @@ class AdaptiveSampler(DescribedSampler):
         next refresh or update rebuilds the index, and so does this method when the number of new
         classes reaches a quarter of those in the index. See :meth:`Sampler.plan_growth`.
         """
-        gained = torch.ops.xsoftmax.adaptive_grow(self.family,
-                                                  type(self).__name__, num_classes, rows, bias,
-                                                  self._index(), self.options)
+        new_tables = torch.ops.xsoftmax.adaptive_grow(self.family,
+                                                      type(self).__name__, num_classes, rows, bias,
+                                                      self._index(), self.options)
 
         def grow() -> None:
             *tables, recent, _ = self._index()
-            torch.ops.xsoftmax.adaptive_grow_(recent, tables, gained, self.num_classes, num_classes)
+            torch.ops.xsoftmax.adaptive_grow_(recent, tables, new_tables, self.num_classes,
+                                              num_classes)
             self.num_classes = num_classes
 
-        return grow if gained else None
+        return grow if new_tables else None
 
     @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor],
@@ -217,26 +218,26 @@ class AdaptiveSampler(DescribedSampler):
 
         def resize() -> None:
             for name, table in zip(self._tables, index):
-                if name not in self._learnt:
+                if name not in self._parameter_names:
                     setattr(self, name, table)
             self.num_classes = num_classes
 
         return resize
 
-    def _excluded(self) -> Tensor:
+    def _find_excluded(self) -> Tensor:
         return (getattr(self, self._places).view(self.num_classes, -1)[:, 0]
                 < 0).nonzero().squeeze(1)
 
-    def _like(self, excluded: Tensor) -> "AdaptiveSampler":
-        other = type(self).__new__(type(self))
-        other._make(self.num_classes, self.dim, self.num_samples, self.shared, self.distinct,
-                    excluded, self.options)
-        return other.to(getattr(self, self._places).device)
+    def _make_like(self, excluded_ids: Tensor) -> "AdaptiveSampler":
+        sampler = type(self).__new__(type(self))
+        sampler._make(self.num_classes, self.dim, self.num_samples, self.shared, self.distinct,
+                      excluded_ids, self.options)
+        return sampler.to(getattr(self, self._places).device)
 
     @torch.jit.unused
     def excluding(self, ids: Tensor) -> "AdaptiveSampler":
-        excluded = self._excluded()
-        return self._like(torch.cat([excluded, ids.to(excluded.device)]))
+        excluded_ids = self._find_excluded()
+        return self._make_like(torch.cat([excluded_ids, ids.to(excluded_ids.device)]))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         recent, step = self.recent, self.step  # type: ignore[has-type]
@@ -255,31 +256,34 @@ class AdaptiveSampler(DescribedSampler):
                               local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
                               unexpected_keys: List[str], error_msgs: List[str]) -> None:
         tables = {name: getattr(self, name) for name in self._tables}
-        saved = {name: state_dict[prefix + name] for name in tables if prefix + name in state_dict}
-        if unusable := unusable_tables(type(self).__name__, prefix, saved):
-            error_msgs.extend(unusable)
+        saved_tables = {
+            name: state_dict[prefix + name]
+            for name in tables if prefix + name in state_dict
+        }
+        if messages := unusable_tables(type(self).__name__, prefix, saved_tables):
+            error_msgs.extend(messages)
             return
-        missing = [
+        missing_names = [
             prefix + name
-            for name, table in tables.items() if name not in saved and table.numel() > 0
+            for name, table in tables.items() if name not in saved_tables and table.numel() > 0
         ]
-        fits = all(table.shape == tables[name].shape for name, table in saved.items())
-        if missing or not fits:
+        fits = all(table.shape == tables[name].shape for name, table in saved_tables.items())
+        if missing_names or not fits:
             # Report missing keys only for the same family: others share a few names.
-            if fits and self._places in saved:
-                missing_keys.extend(missing)
+            if fits and self._places in saved_tables:
+                missing_keys.extend(missing_names)
             self.step.zero_()
             return
-        before = self._excluded()
+        excluded_ids = self._find_excluded()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys,
                                       unexpected_keys, error_msgs)
         # load_state_dict(assign=True) may have placed them on a device.
         self.recent, self.step = self.recent.cpu(), self.step.cpu()
-        if not torch.equal(self._excluded(), before):
-            fresh = self._like(before)
+        if not torch.equal(self._find_excluded(), excluded_ids):
+            sampler = self._make_like(excluded_ids)
             with torch.no_grad():
                 for name, table in tables.items():
-                    table.copy_(getattr(fresh, name))
+                    table.copy_(getattr(sampler, name))
 
     def extra_repr(self) -> str:
         return f"num_classes={self.num_classes}, dim={self.dim}, " + self.options.replace(",", ", ")

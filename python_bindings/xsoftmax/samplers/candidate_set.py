@@ -52,9 +52,9 @@ def columns_of(
                                          ], target_log_count, [part.distinct for part in sets]
 
 
-def one_set(drawn: Tuple[Tensor, Tensor, Tensor], target: Optional[Tensor],
+def one_set(tensors: Tuple[Tensor, Tensor, Tensor], target: Optional[Tensor],
             distinct: bool) -> List[CandidateSet]:
     """Returns the result of a sampling operator (ids, log_count, target_log_count) as a proposal of
     one set. target_log_count is None if target is None."""
-    ids, log_count, target_log_count = drawn
+    ids, log_count, target_log_count = tensors
     return [CandidateSet(ids, log_count, None if target is None else target_log_count, distinct)]

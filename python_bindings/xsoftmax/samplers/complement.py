@@ -109,10 +109,11 @@ class ComplementSampler(DescribedSampler):
             ValueError, TypeError, IndexError: same as :class:`ComplementSampler`.
         """
         if self._describe() != "":
-            ids, of_ids, of_target = torch.ops.xsoftmax.sampler_sample_outside(
+            ids, ids_log_count, target_log_count = torch.ops.xsoftmax.sampler_sample_outside(
                 queries, candidates, target, self.state_tensors(), self._describe(), generator,
                 self.training, self._first_query)
-            return CandidateSet(ids, of_ids, None if target is None else of_target, False)
+            return CandidateSet(ids, ids_log_count, None if target is None else target_log_count,
+                                False)
         if candidates.dim() != 1 and (candidates.dim() != 2
                                       or candidates.size(0) != queries.size(0)):
             raise ValueError("ComplementSampler: expected candidates of shape [C] or "
@@ -124,11 +125,11 @@ class ComplementSampler(DescribedSampler):
         log_count: Optional[Tensor] = None
         target_count: Optional[Tensor] = None
         if self.sampler is not None:
-            drawn = self.sampler.sample(queries, target, generator)
-            if len(drawn) != 1:
+            sampler_sets = self.sampler.sample(queries, target, generator)
+            if len(sampler_sets) != 1:
                 raise ValueError("ComplementSampler: expected a sampler of one set, got "
-                                 f"{len(drawn)} sets")
-            draws, target_count = drawn[0].ids, drawn[0].target_log_count
+                                 f"{len(sampler_sets)} sets")
+            draws, target_count = sampler_sets[0].ids, sampler_sets[0].target_log_count
             if target is not None and target_count is None:
                 raise ValueError("ComplementSampler: expected a set with target_log_count, since "
                                  "it is drawn for targets, got None")
@@ -139,10 +140,9 @@ class ComplementSampler(DescribedSampler):
                                                    queries, self.options)
         if self.sampler is not None:
             log_count = self.sampler.log_count(queries, ids)
-        of_ids, of_target = torch.ops.xsoftmax.complement_log_count(inside, inside_count, ids,
-                                                                    log_count, target, target_count,
-                                                                    self.options)
-        return CandidateSet(ids, of_ids, None if target is None else of_target, False)
+        ids_log_count, target_log_count = torch.ops.xsoftmax.complement_log_count(
+            inside, inside_count, ids, log_count, target, target_count, self.options)
+        return CandidateSet(ids, ids_log_count, None if target is None else target_log_count, False)
 
     @torch.jit.export
     def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
@@ -171,18 +171,17 @@ class ComplementSampler(DescribedSampler):
     def plan_growth(self, num_classes: int, rows: Optional[Tensor],
                     bias: Optional[Tensor]) -> Optional[Callable[[], None]]:
         plan = None if self.sampler is None else self.sampler.plan_growth(num_classes, rows, bias)
-        return None if plan is None and self.sampler is not None else self._planned(
-            plan, num_classes)
+        return None if plan is None and self.sampler is not None else self._plan(plan, num_classes)
 
     @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor],
                     bias: Optional[Tensor]) -> Callable[[], None]:
-        return self._planned(
+        return self._plan(
             None if self.sampler is None else self.sampler.plan_resize(num_classes, rows, bias),
             num_classes)
 
     @torch.jit.unused
-    def _planned(self, plan: Optional[Callable[[], None]], num_classes: int) -> Callable[[], None]:
+    def _plan(self, plan: Optional[Callable[[], None]], num_classes: int) -> Callable[[], None]:
         def resize() -> None:
             if plan is not None:
                 plan()
@@ -252,10 +251,10 @@ def make_noise_sampler(owner: str, noise: Union[Sampler, str], num_noises: int, 
     device = next(iter(noise.buffers()), inside).device
     count = noise.log_count(torch.zeros(1, dim, device=device),
                             torch.arange(num_classes, device=device)).reshape(-1)
-    never = count.isneginf().nonzero().squeeze(1).cpu()
-    never = never[~torch.isin(never, inside)]
-    if never.numel() > 0:
+    missing_ids = count.isneginf().nonzero().squeeze(1).cpu()
+    missing_ids = missing_ids[~torch.isin(missing_ids, inside)]
+    if missing_ids.numel() > 0:
         raise ValueError(f"{owner}: expected a noise_sampler that draws every class outside the "
                          "candidates, got one that never draws "
-                         f"{never.numel()} of them, such as {int(never[0])}")
+                         f"{missing_ids.numel()} of them, such as {int(missing_ids[0])}")
     return ComplementSampler(noise, num_noises)

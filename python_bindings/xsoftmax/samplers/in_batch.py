@@ -83,20 +83,20 @@ class InBatchSampler(DescribedSampler):
     @torch.jit.unused
     def _counts_ranks(self) -> bool:
         """Returns whether targets of other ranks are counted too."""
-        return self.streaming is not None and not self.streaming._ranks.alone
+        return self.streaming is not None and not self.streaming._ranks.is_single
 
     @torch.jit.unused
     def _sample_with_ranks(self, target: Optional[Tensor]) -> List[CandidateSet]:
         if target is None:
             raise ValueError("InBatchSampler: expected target, whose classes are the candidates, "
                              "got None")
-        counted: Optional[Tensor] = None
+        ids_of_ranks: Optional[Tensor] = None
         if self.training:
-            counted = self.streaming._of_all_ranks(  # type: ignore[union-attr]
+            ids_of_ranks = self.streaming._gather_ids(  # type: ignore[union-attr]
                 target[:, 0] if target.dim() == 2 else target)
         count, total, last, seen = self._counts()
         return one_set(
-            torch.ops.xsoftmax.in_batch_sample(target, counted, count, total, last, seen,
+            torch.ops.xsoftmax.in_batch_sample(target, ids_of_ranks, count, total, last, seen,
                                                self.drawn, self.options), target, False)
 
     def _describe(self) -> str:

@@ -100,11 +100,11 @@ class MidxSampler(AdaptiveSampler):
             # cells: rebuild them.
             cell, weights = state_dict[prefix + "cell"], state_dict.get(
                 prefix + "log_weight", self.log_weight)
-            made = torch.ops.xsoftmax.midx_cells(cell, weights if weights.numel() > 0 else None,
-                                                 len(self.codewords1), int((cell >= 0).sum()))
+            tables = torch.ops.xsoftmax.midx_cells(cell, weights if weights.numel() > 0 else None,
+                                                   len(self.codewords1), int((cell >= 0).sum()))
             state_dict |= {
                 prefix + name: table
-                for name, table in zip(("order", "start", "mass", "prefix", "heaviest"), made)
+                for name, table in zip(("order", "start", "mass", "prefix", "heaviest"), tables)
             }
             for name in ("log_weight", "touched"):
                 state_dict.setdefault(prefix + name, getattr(self, name))
@@ -140,8 +140,8 @@ class MidxSampler(AdaptiveSampler):
             ValueError, TypeError: same as :meth:`refresh`; TypeError if rows are not int64.
             IndexError: a row is not in [0, N).
         """
-        detached: Optional[Tensor] = None
+        plain_bias: Optional[Tensor] = None
         if bias is not None:
-            detached = bias.detach()
-        torch.ops.xsoftmax.midx_update_(weight.detach(), detached, rows, self.step,
+            plain_bias = bias.detach()
+        torch.ops.xsoftmax.midx_update_(weight.detach(), plain_bias, rows, self.step,
                                         self._index()[:-1], self.options)

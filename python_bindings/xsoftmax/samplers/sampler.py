@@ -8,7 +8,7 @@ from torch import Tensor
 from .._core.lazy_gradient import PLAIN
 from .._core.arguments import describe_argument
 from .._core.checks import check_count, check_generator
-from .._core.memory import fill_empty, moved_table
+from .._core.memory import fill_empty, move_table
 from .._core.typing import Module
 from .candidate_set import CandidateSet
 
@@ -31,12 +31,12 @@ OF_BATCH = -1
 """The ``num_samples`` of a sampler whose candidates come from the batch."""
 
 
-def unusable_tables(owner: str, prefix: str, saved: Dict[str, Any],
+def unusable_tables(owner: str, prefix: str, saved_tables: Dict[str, Any],
                     may_be_infinite: Iterable[str] = ()) -> List[str]:
     """Returns error messages of ``load_state_dict`` for tables of a state dict that are not
     tensors, or hold a NaN or an infinity."""
     messages = []
-    for name, table in saved.items():
+    for name, table in saved_tables.items():
         if not isinstance(table, Tensor):
             messages.append(
                 f'While copying the parameter named "{prefix}{name}", expected torch.Tensor or '
@@ -44,10 +44,11 @@ def unusable_tables(owner: str, prefix: str, saved: Dict[str, Any],
         # Skips fake tensors, which have no values.
         elif type(table) in PLAIN and table.is_floating_point() and table.numel(
         ) > 0 and not table.is_meta:
-            bad = table.isnan() if name in may_be_infinite else table.isfinite().logical_not()
-            if bad.any():
+            is_invalid = table.isnan() if name in may_be_infinite else table.isfinite().logical_not(
+            )
+            if is_invalid.any():
                 messages.append(f"{owner}: expected {prefix}{name} with finite values, got "
-                                f"{table[bad][0].item()}")
+                                f"{table[is_invalid][0].item()}")
     return messages
 
 
@@ -58,16 +59,16 @@ class TableBuffers(Module):
         # model.half() casts every floating tensor, and to_empty() drops values. Tables keep both:
         # only their device changes.
         tables = {name: table for name, table in self._buffers.items() if table is not None}
-        learnt = {
+        parameters = {
             name: table.detach()
             for name, table in self._parameters.items() if table is not None
         }
         super()._apply(fn, recurse)
         for name, table in tables.items():
-            self._buffers[name] = moved_table(type(self).__name__, table, self._buffers[name])
-        for name, table in learnt.items():
+            self._buffers[name] = move_table(type(self).__name__, table, self._buffers[name])
+        for name, table in parameters.items():
             parameter: Any = self._parameters[name]
-            parameter.data = moved_table(type(self).__name__, table, parameter.detach())
+            parameter.data = move_table(type(self).__name__, table, parameter.detach())
             parameter.grad = None if parameter.grad is None else parameter.grad.to(table.dtype)
         return self
 
@@ -387,14 +388,15 @@ class DescribedSampler(Sampler):
               generator: Optional[torch.Generator]) -> List[CandidateSet]:
         if not torch.jit.is_scripting():
             check_generator("sample", generator)
-        ids, log_count, of_target, distinct = torch.ops.xsoftmax.sampler_sample(
+        ids, log_count, target_log_count, distinct = torch.ops.xsoftmax.sampler_sample(
             queries, target, self.state_tensors(), self._describe(), generator, self.training,
             self._first_query)
         sets: List[CandidateSet] = []
-        for k, one in enumerate(ids):
-            known = target is not None and of_target[k].dim() == target.dim()
+        for k, part_ids in enumerate(ids):
+            has_target = target is not None and target_log_count[k].dim() == target.dim()
             sets.append(
-                CandidateSet(one, log_count[k], of_target[k] if known else None, distinct[k]))
+                CandidateSet(part_ids, log_count[k], target_log_count[k] if has_target else None,
+                             distinct[k]))
         return sets
 
     @torch.jit.export

@@ -20,13 +20,13 @@ SCALARS = ("laid_out", "late_weight", "late_log_uniform")
 TABLES = ("probability", "bins", "order", "cumulative", *SCALARS)
 
 
-def _bool(owner: str, argument: str, value: Optional[bool], default: bool) -> bool:
+def _check_option(owner: str, argument: str, value: Optional[bool], default: bool) -> bool:
     if value is not None and not isinstance(value, bool):
         raise TypeError(f"{owner}: expected {argument} as True, False or None, got {value!r}")
     return default if value is None else value
 
 
-def _ids(owner: str, argument: str, ids: Exclude, num_classes: int) -> Optional[Tensor]:
+def _read_ids(owner: str, argument: str, ids: Exclude, num_classes: int) -> Optional[Tensor]:
     """Returns class ids as a tensor; an int h means the ids below h."""
     if ids is None:
         return ids
@@ -76,21 +76,22 @@ class StaticSampler(DescribedSampler):
 
     def __init__(self, weights: Numbers, num_samples: int, *, shared: Optional[bool] = None,
                  distinct: Optional[bool] = None, exclude: Exclude = None):
-        self._draw_from("table", weights, None, 0, num_samples, shared, distinct, exclude)
+        self._init_distribution("table", weights, None, 0, num_samples, shared, distinct, exclude)
 
-    def _draw_from(self, distribution: str, given: Optional[Numbers], power: Optional[float],
-                   num_classes: int, num_samples: int, shared: Optional[bool],
-                   distinct: Optional[bool], exclude: Exclude) -> None:
+    def _init_distribution(self, distribution: str, numbers: Optional[Numbers],
+                           power: Optional[float], num_classes: int, num_samples: int,
+                           shared: Optional[bool], distinct: Optional[bool],
+                           exclude: Exclude) -> None:
         owner = type(self).__name__
         weights: Optional[Tensor] = None
         if distribution != "table":
             num_classes = check_count(owner, "num_classes", num_classes, 1)
         else:
-            weights = as_tensor(owner, "weights" if power is None else "counts", given)
-        classes = _ids(owner, "exclude", exclude,
-                       num_classes if weights is None else weights.numel())
-        shared = _bool(owner, "shared", shared, True)
-        distinct = _bool(owner, "distinct", distinct, shared)
+            weights = as_tensor(owner, "weights" if power is None else "counts", numbers)
+        classes = _read_ids(owner, "exclude", exclude,
+                            num_classes if weights is None else weights.numel())
+        shared = _check_option(owner, "shared", shared, True)
+        distinct = _check_option(owner, "distinct", distinct, shared)
         self._make(
             weights, power, classes,
             option_text(distribution=distribution, num_classes=num_classes,
@@ -101,9 +102,9 @@ class StaticSampler(DescribedSampler):
               options: str) -> None:
         tables, options = torch.ops.xsoftmax.static_tables(
             type(self).__name__, weights, power, classes, options)
-        made = read_options(options)
-        super().__init__(int(made["num_classes"]), int(made["num_samples"]),
-                         shared=made["shared"] == "true", distinct=made["distinct"] == "true")
+        values = read_options(options)
+        super().__init__(int(values["num_classes"]), int(values["num_samples"]),
+                         shared=values["shared"] == "true", distinct=values["distinct"] == "true")
         self.options = options
         # Not in the state dict, because the constructor's arguments determine the tables, and so
         # that a loss has the keys of torch.nn.LinearCrossEntropyLoss. As buffers they move with
@@ -160,9 +161,10 @@ class StaticSampler(DescribedSampler):
 
     @torch.jit.unused
     def excluding(self, ids: Tensor) -> "StaticSampler":
-        other = StaticSampler.__new__(type(self))
-        other._make(self.probability if self.probability.numel() else None, None, ids, self.options)
-        return other
+        sampler = StaticSampler.__new__(type(self))
+        sampler._make(self.probability if self.probability.numel() else None, None, ids,
+                      self.options)
+        return sampler
 
     @classmethod
     def for_table(cls, num_classes: int, num_samples: Optional[int] = None, *, dim: int, bias: bool,
@@ -194,7 +196,8 @@ class UniformSampler(StaticSampler):
     """
     def __init__(self, num_classes: int, num_samples: int, *, shared: Optional[bool] = None,
                  distinct: Optional[bool] = None, exclude: Exclude = None):
-        self._draw_from("uniform", None, None, num_classes, num_samples, shared, distinct, exclude)
+        self._init_distribution("uniform", None, None, num_classes, num_samples, shared, distinct,
+                                exclude)
 
 
 @register("log_uniform")
@@ -218,8 +221,8 @@ class LogUniformSampler(StaticSampler):
 
     def __init__(self, num_classes: int, num_samples: int, *, shared: Optional[bool] = None,
                  distinct: Optional[bool] = None, exclude: Exclude = None):
-        self._draw_from("log_uniform", None, None, num_classes, num_samples, shared, distinct,
-                        exclude)
+        self._init_distribution("log_uniform", None, None, num_classes, num_samples, shared,
+                                distinct, exclude)
 
 
 @register("unigram")
@@ -262,13 +265,13 @@ class UnigramSampler(StaticSampler):
                  shared: Optional[bool] = None, distinct: Optional[bool] = None,
                  exclude: Exclude = None, refresh_every: int = 1000, uniform_share: float = 0.01):
         if not isinstance(counts, StreamingCounts):
-            self._draw_from("table", counts, float(power), 0, num_samples, shared, distinct,
-                            exclude)
+            self._init_distribution("table", counts, float(power), 0, num_samples, shared, distinct,
+                                    exclude)
             return
         if counts.num_ids is None:
             raise ValueError("UnigramSampler: expected counts of dense ids, got those of open ids")
-        self._draw_from("table", torch.ones(counts.num_ids, device=counts.count.device), None, 0,
-                        num_samples, shared, distinct, exclude)
+        self._init_distribution("table", torch.ones(counts.num_ids, device=counts.count.device),
+                                None, 0, num_samples, shared, distinct, exclude)
         self.follow_options = torch.ops.xsoftmax.follow_options(
             "UnigramSampler",
             option_text(
@@ -325,21 +328,21 @@ class UnigramSampler(StaticSampler):
     @torch.jit.unused
     def _counts_ranks(self) -> bool:
         """Returns whether targets of other ranks are counted too."""
-        return self.streaming is not None and not self.streaming._ranks.alone
+        return self.streaming is not None and not self.streaming._ranks.is_single
 
     @torch.jit.unused
     def _sample_with_ranks(self, queries: Tensor, target: Optional[Tensor],
                            generator: Optional[torch.Generator]) -> List[CandidateSet]:
         if self.training and target is not None:
-            counted = self.streaming._of_all_ranks(target[:, 0] if target.dim() == 2 else target)
-            torch.ops.xsoftmax.static_follow_(target, counted, self.excluded, self.step,
+            ids_of_ranks = self.streaming._gather_ids(target[:, 0] if target.dim() == 2 else target)
+            torch.ops.xsoftmax.static_follow_(target, ids_of_ranks, self.excluded, self.step,
                                               self.streaming.count, self.streaming.total,
                                               self.streaming.last, self.streaming.seen,
                                               self._tables(), self.streaming.options,
                                               self.follow_options)
-        drawn = torch.ops.xsoftmax.static_sample(self._seed(queries, generator), queries, target,
-                                                 self._tables(), self.options)
-        return one_set(drawn, target, self.distinct)
+        tensors = torch.ops.xsoftmax.static_sample(self._seed(queries, generator), queries, target,
+                                                   self._tables(), self.options)
+        return one_set(tensors, target, self.distinct)
 
     @torch.jit.export
     def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
@@ -387,22 +390,23 @@ class UnigramSampler(StaticSampler):
                 name: getattr(self, name)
                 for name in (*TABLES, "step") if getattr(self, name).numel() > 0
             }
-            saved = {
+            saved_tables = {
                 name: state_dict[prefix + name]
                 for name in tables if prefix + name in state_dict
             }
-            if unusable := unusable_tables(
-                    type(self).__name__, prefix, saved, may_be_infinite=SCALARS):
-                error_msgs.extend(unusable)
+            if messages := unusable_tables(
+                    type(self).__name__, prefix, saved_tables, may_be_infinite=SCALARS):
+                error_msgs.extend(messages)
                 return
-            missing = [prefix + name for name in tables if prefix + name not in state_dict]
-            fits = all(table.shape == tables[name].shape for name, table in saved.items())
+            missing_names = [prefix + name for name in tables if prefix + name not in state_dict]
+            fits = all(table.shape == tables[name].shape for name, table in saved_tables.items())
             probability = state_dict.get(prefix + "probability")
-            same = fits and probability is not None and torch.equal(probability.cpu() == 0,
-                                                                    self.probability.cpu() == 0)
-            if missing or not same:
-                if same:  # a subset of these tables, not those of another sampler
-                    missing_keys.extend(missing)
+            excludes_same = fits and probability is not None and torch.equal(
+                probability.cpu() == 0,
+                self.probability.cpu() == 0)
+            if missing_names or not excludes_same:
+                if excludes_same:  # a subset of these tables, not those of another sampler
+                    missing_keys.extend(missing_names)
                 self.step.zero_()
                 return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys,
@@ -422,10 +426,10 @@ class UnigramSampler(StaticSampler):
         size = counts.num_ids if isinstance(
             counts, StreamingCounts) else None if counts is None else len(counts)
         if size != num_classes:
-            more = (": use xs.samplers.UnigramSampler(counts, num_samples) instead of the name, or "
+            hint = (": use xs.samplers.UnigramSampler(counts, num_samples) instead of the name, or "
                     "counts= of make_sampler" if size is None else "")
             raise ValueError(f"make_sampler: expected counts of {num_classes} classes for "
-                             f"\"unigram\", got {'none' if size is None else size}{more}")
+                             f"\"unigram\", got {'none' if size is None else size}{hint}")
         return super().for_table(
             counts,  # type: ignore[arg-type]  # counts stand first
             num_samples,
@@ -454,7 +458,7 @@ class FixedSampler(StaticSampler):
     def __init__(self, num_classes: int, ids: Union[int, Numbers]):
         owner = type(self).__name__
         num_classes = check_count(owner, "num_classes", num_classes, 1)
-        self._make(None, None, _ids(owner, "ids", ids, num_classes),
+        self._make(None, None, _read_ids(owner, "ids", ids, num_classes),
                    option_text(distribution="fixed", num_classes=num_classes))
 
     @torch.jit.unused

@@ -15,7 +15,7 @@ from .sampler import TableBuffers
 STATE = ("count", "total", "last", "seen")
 
 
-def _number(owner: str, argument: str, value: Optional[float]) -> Optional[float]:
+def _check_optional_number(owner: str, argument: str, value: Optional[float]) -> Optional[float]:
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise TypeError(f"{owner}: expected {argument} as a number or None, got "
                         f"{type(value).__name__}")
@@ -96,8 +96,8 @@ class StreamingCounts(TableBuffers):
         owner = type(self).__name__
         self.num_ids = None if num_ids is None else check_count(owner, "num_ids", num_ids, 1)
         self.options = option_text(num_ids=self.num_ids,
-                                   half_life=_number(owner, "half_life", half_life),
-                                   alpha=_number(owner, "alpha", alpha),
+                                   half_life=_check_optional_number(owner, "half_life", half_life),
+                                   alpha=_check_optional_number(owner, "alpha", alpha),
                                    buckets=check_count(owner, "buckets", buckets, 1),
                                    hashes=check_count(owner, "hashes", hashes, 1))
         device = device_of_values(None)
@@ -113,12 +113,12 @@ class StreamingCounts(TableBuffers):
 
     def extra_repr(self) -> str:
         text = f"num_ids={self.num_ids}"
-        shown = [
+        option_parts = [
             f"{name}={value}"
             for name, value in read_options(self.options).items() if value != "none" and (
                 name == "half_life" or (self.num_ids is None and name != "num_ids"))
         ]
-        return ", ".join([text, *shown])
+        return ", ".join([text, *option_parts])
 
     def forward(self, ids: Tensor) -> Tensor:
         """Counts a batch and returns the log-probabilities of its ids: ``update(ids)``, then
@@ -147,15 +147,15 @@ class StreamingCounts(TableBuffers):
                 check_tensor(type(self).__name__, "mask", mask)
         if self.training:
             if not torch.jit.is_scripting():
-                if not self._ranks.alone:
-                    ids, mask = self._of_all_ranks(ids if mask is None else ids[mask]), None
+                if not self._ranks.is_single:
+                    ids, mask = self._gather_ids(ids if mask is None else ids[mask]), None
             torch.ops.xsoftmax.streaming_update_(ids, mask, self.count, self.total, self.last,
                                                  self.seen, self.options)
 
     @torch.jit.unused
-    def _of_all_ranks(self, ids: Tensor) -> Tensor:
+    def _gather_ids(self, ids: Tensor) -> Tensor:
         """Returns the ids of all ranks that share the counts."""
-        if self._ranks.alone:
+        if self._ranks.is_single:
             return ids
         if ids.dtype != torch.int64:
             raise TypeError(f"StreamingCounts: expected ids of dtype int64, got {ids.dtype}")

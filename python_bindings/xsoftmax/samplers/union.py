@@ -72,10 +72,10 @@ class UnionSampler(DescribedSampler):
             self.default_estimator = "ranking"
 
     def _describe(self) -> str:
-        described: List[str] = []
+        descriptions: List[str] = []
         for part in self.parts:
-            described.append(part.describe())
-        return "" if "" in described else "union:0:[" + ";".join(described) + "]"
+            descriptions.append(part.describe())
+        return "" if "" in descriptions else "union:0:[" + ";".join(descriptions) + "]"
 
     @torch.jit.export
     def state_tensors(self) -> List[Tensor]:
@@ -99,37 +99,39 @@ class UnionSampler(DescribedSampler):
                       generator: Optional[torch.Generator]) -> List[CandidateSet]:
         """Draws from each part in turn, if a part is written in Python."""
         sets: List[CandidateSet] = []
-        asked: List[Tensor] = []  # log counts of a set's ids in other parts
-        of_set: List[int] = []
-        part_of: List[int] = []
+        cross_counts: List[Tensor] = []  # log counts of a set's ids in other parts
+        set_numbers: List[int] = []
+        part_numbers: List[int] = []
         first_private = 0
         for turn in range(3):
             for i, part in enumerate(self.parts):
                 if self._turns[i] == turn:
-                    shown = target if turn == 0 else torch.ops.xsoftmax.union_classes(
-                        queries, target, [one.ids for one in sets])
-                    drawn = part.sample(queries, shown, generator)
+                    sampler_target = target if turn == 0 else torch.ops.xsoftmax.union_classes(
+                        queries, target, [candidates.ids for candidates in sets])
+                    new_sets = part.sample(queries, sampler_target, generator)
                     if turn == 0:
-                        for k, one in enumerate(sets):
-                            asked.append(part.log_count(queries, one.ids))
-                            of_set.append(k)
-                    for one in drawn:
-                        for j, before in enumerate(self.parts):
+                        for k, candidates in enumerate(sets):
+                            cross_counts.append(part.log_count(queries, candidates.ids))
+                            set_numbers.append(k)
+                    for candidates in new_sets:
+                        for j, other_part in enumerate(self.parts):
                             if self._turns[j] < turn or (self._turns[j] == turn and j < i):
-                                asked.append(before.log_count(queries, one.ids))
-                                of_set.append(len(sets))
-                        sets.append(one)
-                        part_of.append(turn * len(self.parts) + i)
+                                cross_counts.append(other_part.log_count(queries, candidates.ids))
+                                set_numbers.append(len(sets))
+                        sets.append(candidates)
+                        part_numbers.append(turn * len(self.parts) + i)
                         first_private += int(turn == 0)
         ids, log_count, target_log_count, _ = columns_of(sets)
-        merged, of_target = torch.ops.xsoftmax.union_merge(ids, log_count, target_log_count,
-                                                           part_of, first_private, asked, of_set,
-                                                           target)
+        merged_log_count, merged_target_log_count = torch.ops.xsoftmax.union_merge(
+            ids, log_count, target_log_count, part_numbers, first_private, cross_counts,
+            set_numbers, target)
         proposal: List[CandidateSet] = []
-        for k, one in enumerate(sets):
-            known = target is not None and one.target_log_count is not None
+        for k, candidates in enumerate(sets):
+            has_target = target is not None and candidates.target_log_count is not None
             proposal.append(
-                CandidateSet(one.ids, merged[k], of_target[k] if known else None, one.distinct))
+                CandidateSet(candidates.ids, merged_log_count[k],
+                             merged_target_log_count[k] if has_target else None,
+                             candidates.distinct))
         return proposal
 
     @torch.jit.export

@@ -10,7 +10,7 @@ from .._core.checks import check_count, check_tensor
 from .._core.options import option_text, read_options
 from .._core.placement import are_local
 from .resize import KNOWN_OPTIMIZERS
-from .table_module import fresh_rows
+from .table_module import make_rows
 from .._core.typing import Module
 from ..losses.linear_loss import LinearLoss
 from ..optim import reset_rows
@@ -136,7 +136,7 @@ class IdTable(Module):
         with self._lock:
             for table, _ in self._attached:
                 self._check_attached(table)
-            rows, evicted = torch.ops.xsoftmax.id_table_insert_(self._given("ids", ids),
+            rows, evicted = torch.ops.xsoftmax.id_table_insert_(self._check_tensor("ids", ids),
                                                                 self._state(), self.options)
             evicted = evicted[evicted >= 0]
             if self._pending.numel() > 0:
@@ -154,7 +154,7 @@ class IdTable(Module):
 
         Errors as :meth:`insert`.
         """
-        return torch.ops.xsoftmax.id_table_find(self._given("ids", ids), self._state())
+        return torch.ops.xsoftmax.id_table_find(self._check_tensor("ids", ids), self._state())
 
     @torch.jit.export
     def remove(self, ids: Tensor) -> Tensor:
@@ -172,7 +172,8 @@ class IdTable(Module):
     @torch.jit.unused
     def _remove(self, ids: Tensor) -> Tensor:
         with self._lock:
-            return torch.ops.xsoftmax.id_table_remove_(self._given("ids", ids), self._state())
+            return torch.ops.xsoftmax.id_table_remove_(self._check_tensor("ids", ids),
+                                                       self._state())
 
     @torch.jit.export
     def ids_of(self, rows: Tensor, missing: int = -1) -> Tensor:
@@ -185,9 +186,10 @@ class IdTable(Module):
             TypeError: rows are not an int64 tensor.
             IndexError: a row is not in [0, capacity).
         """
-        return torch.ops.xsoftmax.id_table_ids(self._given("rows", rows), self._state(), missing)
+        return torch.ops.xsoftmax.id_table_ids(self._check_tensor("rows", rows), self._state(),
+                                               missing)
 
-    def _given(self, name: str, numbers: Tensor) -> Tensor:
+    def _check_tensor(self, name: str, numbers: Tensor) -> Tensor:
         if not torch.jit.is_scripting():
             check_tensor("IdTable", name, numbers)
         return numbers
@@ -249,10 +251,10 @@ class IdTable(Module):
     def _check_attached(self, table: Attached) -> None:
         if isinstance(table, torch.optim.Optimizer):
             if not isinstance(table, (RowOptimizer, *KNOWN_OPTIMIZERS)):
-                raise TypeError("IdTable: expected optimizers among "
-                                f"{', '.join(known.__name__ for known in KNOWN_OPTIMIZERS)}, whose "
-                                "state is known, got a "
-                                f"{type(table).__name__}")
+                names = ", ".join(kind.__name__ for kind in KNOWN_OPTIMIZERS)
+                raise TypeError(
+                    f"IdTable: expected optimizers among {names}, whose state is known, "
+                    f"got a {type(table).__name__}")
             return
         if not isinstance(
                 table,
@@ -265,10 +267,10 @@ class IdTable(Module):
         sizes = [count.num_ids for count in counts
                  ] + [len(rows) if rows.dim() > 0 else None for rows in _tables_of(table)]
         if any(size != self.capacity for size in sizes):
-            other = next(size for size in sizes if size != self.capacity)
+            wrong_size = next(size for size in sizes if size != self.capacity)
             raise ValueError(f"IdTable: expected a {type(table).__name__} of {self.capacity} rows, "
-                             f"the capacity, got {other}")
-        if not (are_local(table, *_tables_of(table)) and all(count._ranks.alone
+                             f"the capacity, got {wrong_size}")
+        if not (are_local(table, *_tables_of(table)) and all(count._ranks.is_single
                                                              for count in counts)):
             raise ValueError("IdTable: expected tables and counts of one process, got some that "
                              "are replicated or split over ranks, where ids would have other rows "
@@ -291,21 +293,21 @@ class IdTable(Module):
                         module.forget(
                             rows.to(
                                 next((buffer.device for buffer in module.buffers()), rows.device)))
-            fresh: Any = None if init is not None else _fresh(table, len(rows))
+            new_rows: Any = None if init is not None else _make_rows(table, len(rows))
             for i, parameter in enumerate(_tables_of(table)):
-                if any(parameter is other for other in done):
+                if any(parameter is parameter_done for parameter_done in done):
                     continue
                 done.append(parameter)
                 if init is None:
-                    values = fresh[i]
+                    values = new_rows[i]
                 else:
                     values = torch.empty_like(parameter[:1]).repeat(len(rows),
                                                                     *[1] * (parameter.dim() - 1))
                     init(values)
-                there = rows.to(parameter.device)
-                reset_rows(parameter, there, values)
+                local_rows = rows.to(parameter.device)
+                reset_rows(parameter, local_rows, values)
                 for optimizer in optimizers:
-                    _reset_state(optimizer, parameter, there)
+                    _reset_state(optimizer, parameter, local_rows)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return self  # look-ups run on the host, so its integer tensors stay there
@@ -322,20 +324,25 @@ class IdTable(Module):
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str,
                               local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
                               unexpected_keys: List[str], error_msgs: List[str]) -> None:
-        given = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
-        if given:
+        saved_state = {
+            name: state_dict[prefix + name]
+            for name in STATE if prefix + name in state_dict
+        }
+        if saved_state:
             try:
-                if wrong := next(
-                    (name for name, tensor in given.items() if not isinstance(tensor, Tensor)),
+                if offender := next(
+                    (name
+                     for name, tensor in saved_state.items() if not isinstance(tensor, Tensor)),
                         None):
-                    raise TypeError(f"expected {prefix}{wrong} as a tensor, got "
-                                    f"{type(given[wrong]).__name__}")
-                if len(given) < len(STATE):
-                    raise ValueError(f"expected all of {', '.join(STATE)}, got {', '.join(given)} "
-                                     "alone")
+                    raise TypeError(f"expected {prefix}{offender} as a tensor, got "
+                                    f"{type(saved_state[offender]).__name__}")
+                if len(saved_state) < len(STATE):
+                    raise ValueError(
+                        f"expected all of {', '.join(STATE)}, got {', '.join(saved_state)} "
+                        "alone")
                 state = [
                     tensor.detach().cpu().contiguous() if tensor.layout == torch.strided else tensor
-                    for tensor in given.values()
+                    for tensor in saved_state.values()
                 ]
                 torch.ops.xsoftmax.id_table_check(state, self.capacity, self.options)
             except (ValueError, TypeError, IndexError, RuntimeError) as error:
@@ -366,10 +373,10 @@ def _tables_of(table: Attached) -> List[Tensor]:
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
-def _fresh(table: Attached, count: int) -> List[Tensor]:
+def _make_rows(table: Attached, count: int) -> List[Tensor]:
     module = _module_of(table)
     return [] if module is None else [
-        rows for rows in fresh_rows(module, count).values() if rows is not None
+        rows for rows in make_rows(module, count).values() if rows is not None
     ]
 
 
@@ -378,8 +385,8 @@ def _reset_state(optimizer: torch.optim.Optimizer, parameter: Tensor, rows: Tens
     of row optimizers is reset with the table."""
     if isinstance(optimizer, RowOptimizer):
         return
-    group = next((group for group in optimizer.param_groups if any(parameter is each
-                                                                   for each in group["params"])),
+    group = next((group for group in optimizer.param_groups if any(parameter is param
+                                                                   for param in group["params"])),
                  None)
     for name, value in optimizer.state.get(parameter, {}).items():
         # The momentum of SGD is sparse after sparse gradients.

@@ -138,10 +138,10 @@ def open(path: Union[str, "os.PathLike[str]"], *, writable: bool = True,
 def linear(weight: Tensor, bias: Optional[Tensor] = None) -> nn.Linear:
     """Returns an nn.Linear of existing parameters ``[N, D]`` and ``[N]``, for ``from_linear`` of a
     loss."""
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    made.weight = weight
-    made.bias = bias  # type: ignore[assignment]
-    return made
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = weight
+    layer.bias = bias  # type: ignore[assignment]
+    return layer
 
 
 def flush(weight: Tensor) -> None:

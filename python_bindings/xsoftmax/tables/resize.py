@@ -9,7 +9,7 @@ from .._core import hooks
 from .._core.lazy_gradient import LazyGradParameter
 from .._core.checks import check_count
 from .._core.placement import are_local
-from .table_module import TableModule, fresh_rows
+from .table_module import TableModule, make_rows
 from ..optim.row_optimizer import RowOptimizer
 from ..optim.catch_up import catch_up
 
@@ -37,11 +37,11 @@ def resize_classes(loss: TableModule, num_classes: int, weight: Optional[Tensor]
         if ids.numel() > 0 and int(ids.max()) >= num_classes:
             raise ValueError(f"{owner}: expected num_classes above {int(ids.max())}, one of "
                              f"{argument}, got {num_classes}")
-    before, known = len(linear.weight), loss.num_classes
-    more_weights = _class_weights(owner, loss, num_classes, weight)
+    old_rows, old_classes = len(linear.weight), loss.num_classes
+    more_weights = _check_class_weights(owner, loss, num_classes, weight)
     # If nothing changes, gradients and graphs stay valid, but an optimizer that an earlier call
     # left out may still have to be resized.
-    changes = not num_classes == before == known
+    changes = not num_classes == old_rows == old_classes
     plans: List[Callable[[], None]] = []
     with torch.no_grad():
         states = {
@@ -50,21 +50,21 @@ def resize_classes(loss: TableModule, num_classes: int, weight: Optional[Tensor]
             for state in _states(owner, optimizer, tables, num_classes)
         }.values()
         sparse = [(state, state.sparse(num_classes)) for state in states if state.is_sparse]
-        resized = [(state.value, state.rows(num_classes))
-                   for state in states if not state.is_sparse]
+        changed_tables = [(state.value, state.rows(num_classes))
+                          for state in states if not state.is_sparse]
         if changes:
-            made = fresh_rows(linear, num_classes - before) if num_classes > before else {
+            init_rows = make_rows(linear, num_classes - old_rows) if num_classes > old_rows else {
                 "weight": tables[0][:0], "bias": tables[-1][:0]
             }
-            resized += zip(tables, (made["weight"], made["bias"]))
-            plans += _sampler_plans(loss, made, min(known, num_classes), num_classes)
+            changed_tables += zip(tables, (init_rows["weight"], init_rows["bias"]))
+            plans += _plan_samplers(loss, init_rows, min(old_classes, num_classes), num_classes)
             if more_weights is not None:
                 loss.weight = loss.weight.detach()  # the user's tensor keeps its size
-                resized.append((loss.weight, more_weights))
+                changed_tables.append((loss.weight, more_weights))
         # In one call, so that none changes if there is no memory for one of them.
-        torch.ops.xsoftmax.resize_tables_([table for table, _ in resized],
-                                          [rows for _, rows in resized],
-                                          [num_classes] * len(resized))
+        torch.ops.xsoftmax.resize_tables_([table for table, _ in changed_tables],
+                                          [rows for _, rows in changed_tables],
+                                          [num_classes] * len(changed_tables))
         for state, value in sparse:
             state.of_table[state.name] = value
         for plan in plans:
@@ -81,11 +81,14 @@ def resize_parameters(owner: str, changes: List[Tuple[Any, Tensor]],
     State of row optimizers is resized too, and so is that of the given optimizers of
     ``torch.optim``.
     """
-    given = list(optimizers)
+    optimizer_list = list(optimizers)
     with torch.no_grad():
         for parameter, values in changes:
             count = len(values)
-            states = [state for each in given for state in _states(owner, each, [parameter], count)]
+            states = [
+                state for optimizer in optimizer_list
+                for state in _states(owner, optimizer, [parameter], count)
+            ]
             dense = [state for state in states if not state.is_sparse]
             sparse = [(state, state.sparse(count)) for state in states if state.is_sparse]
             tables = [parameter, *(state.value for state in dense)]
@@ -115,48 +118,50 @@ def _tables(owner: str, loss: TableModule) -> List[Any]:
     return tables
 
 
-def _class_weights(owner: str, loss: TableModule, num_classes: int,
-                   given: Optional[Tensor]) -> Optional[Tensor]:
+def _check_class_weights(owner: str, loss: TableModule, num_classes: int,
+                         weight: Optional[Tensor]) -> Optional[Tensor]:
     """Returns the class weights of new classes, or None if the loss has no class weights."""
-    before = loss.weight
-    if before is None:
-        if given is not None:
+    old_weight = loss.weight
+    if old_weight is None:
+        if weight is not None:
             raise ValueError(f"{owner}: expected no weight of new classes for a loss without class "
                              "weights, got one")
         return None
-    if given is None:
-        return before.new_ones(max(0, num_classes - len(before)))
-    if not isinstance(given, Tensor):
-        raise TypeError(f"{owner}: expected weight as a tensor, got {type(given).__name__}")
-    added = max(0, num_classes - loss.num_classes)
-    if given.shape != (added,):
-        raise ValueError(f"{owner}: expected weight of shape [{added}], the classes that are new, "
-                         f"got {list(given.shape)}")
+    if weight is None:
+        return old_weight.new_ones(max(0, num_classes - len(old_weight)))
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{owner}: expected weight as a tensor, got {type(weight).__name__}")
+    num_new = max(0, num_classes - loss.num_classes)
+    if weight.shape != (num_new,):
+        raise ValueError(
+            f"{owner}: expected weight of shape [{num_new}], the classes that are new, "
+            f"got {list(weight.shape)}")
     # An earlier call may have resized the weights before it ran out of memory for a sampler.
-    return given.to(before)[max(0, len(before) - loss.num_classes):]
+    return weight.to(old_weight)[max(0, len(old_weight) - loss.num_classes):]
 
 
-def _sampler_plans(loss: TableModule, made: Any, known: int,
+def _plan_samplers(loss: TableModule, init_rows: Any, first_row: int,
                    num_classes: int) -> List[Callable[[], None]]:
     """Returns functions that resize the samplers: in O(new classes) if possible, else with all
     biases of the table."""
     samplers = loss._samplers()
-    followed = not loss.linear.weight.is_meta and any(sampler.follows_table for sampler in samplers)
+    needs_rows = not loss.linear.weight.is_meta and any(sampler.follows_table
+                                                        for sampler in samplers)
 
-    def rows_from(name: str, first: int) -> Optional[Tensor]:
+    def read_rows(name: str, first: int) -> Optional[Tensor]:
         table = getattr(loss.linear, name)
-        if not followed or table is None:
+        if not needs_rows or table is None:
             return None
         if first >= min(len(table), num_classes):
-            return made[name]
+            return init_rows[name]
         catch_up(table)  # another loss has resized the table already, or all rows are requested
-        return torch.cat([table.detach()[first:num_classes], made[name]])
+        return torch.cat([table.detach()[first:num_classes], init_rows[name]])
 
-    rows, bias, plans = rows_from("weight", known), rows_from("bias", known), []
+    rows, bias, plans = read_rows("weight", first_row), read_rows("bias", first_row), []
     for sampler in samplers:
         plan = sampler.plan_growth(num_classes, rows, bias)
         plans.append(
-            sampler.plan_resize(num_classes, rows, rows_from("bias", 0)) if plan is None else plan)
+            sampler.plan_resize(num_classes, rows, read_rows("bias", 0)) if plan is None else plan)
     return plans
 
 
@@ -181,9 +186,9 @@ class _State(NamedTuple):
     def sparse(self, num_classes: int) -> Tensor:
         """Returns a sparse state with another number of rows."""
         value = self.value.coalesce()
-        stays = value.indices()[0] < num_classes
-        return torch.sparse_coo_tensor(value.indices()[:, stays],
-                                       value.values()[stays], (num_classes, *value.shape[1:]),
+        is_kept = value.indices()[0] < num_classes
+        return torch.sparse_coo_tensor(value.indices()[:, is_kept],
+                                       value.values()[is_kept], (num_classes, *value.shape[1:]),
                                        check_invariants=False)
 
 
@@ -204,7 +209,7 @@ def _states(owner: str, optimizer: torch.optim.Optimizer, tables: List[nn.Parame
                 continue
             # Another number of rows than the table's: an earlier resize left the optimizer out.
             if not isinstance(optimizer, KNOWN_OPTIMIZERS) or value.shape[1:] != table.shape[1:]:
-                names = ", ".join(known.__name__ for known in KNOWN_OPTIMIZERS)
+                names = ", ".join(optimizer_class.__name__ for optimizer_class in KNOWN_OPTIMIZERS)
                 raise TypeError(f"{owner}: expected optimizers among {names}, whose state has the "
                                 f"parameter's shape, got a {type(optimizer).__name__} with "
                                 f"{name} of shape {list(value.shape)}")
@@ -224,17 +229,17 @@ def _watch(tables: List[nn.Parameter]) -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    known = isinstance(optimizer, KNOWN_OPTIMIZERS)
-    if not known and not isinstance(optimizer, OTHER_OPTIMIZERS):
+    is_known = isinstance(optimizer, KNOWN_OPTIMIZERS)
+    if not is_known and not isinstance(optimizer, OTHER_OPTIMIZERS):
         return
     for table in list(hooks.resized_tables.keys()):
         for name, value in _state_of(optimizer, table).items():
             if isinstance(value, Tensor) and not _fits(optimizer, table, name, value):
-                way = ("give it the optimizer, resize_classes(n, optimizers=[optimizer])"
-                       if known else "its state cannot follow, make a new one")
+                advice = ("give it the optimizer, resize_classes(n, optimizers=[optimizer])"
+                          if is_known else "its state cannot follow, make a new one")
                 raise RuntimeError(f"{type(optimizer).__name__}: its {name} is of shape "
                                    f"{list(value.shape)}, but resize_classes made the parameter "
-                                   f"{list(table.shape)}: {way}")
+                                   f"{list(table.shape)}: {advice}")
 
 
 def _state_of(optimizer: torch.optim.Optimizer, table: nn.Parameter) -> Dict[str, Any]:

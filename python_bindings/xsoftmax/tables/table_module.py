@@ -108,7 +108,7 @@ class TableModule(Module):
         for table in self._tables():
             catch_up(table)
 
-    def _row_gradients(self) -> bool:
+    def _has_row_gradients(self) -> bool:
         """Returns whether the gradients of its tables may be row-sparse in training."""
         return self.sparse_grad is not False
 
@@ -154,14 +154,14 @@ class TableModule(Module):
         for table in self._tables():
             if table is not None:
                 torch.ops.xsoftmax.mapped_table_changes(table)
-        error_msgs.extend(self._other_table(state_dict, prefix))
+        error_msgs.extend(self._explain_table_size(state_dict, prefix))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys,
                                       unexpected_keys, error_msgs)
         optional = tuple(prefix + name for name in self._optional_state)
         for keys in (missing_keys, unexpected_keys):
             keys[:] = [key for key in keys if not key.startswith(optional)]
 
-    def _other_table(self, state_dict: Dict[str, Any], prefix: str) -> List[str]:
+    def _explain_table_size(self, state_dict: Dict[str, Any], prefix: str) -> List[str]:
         """Returns error messages with advice for a checkpoint whose table has another number of
         rows. torch reports the shapes."""
         return []
@@ -171,7 +171,7 @@ class TableModule(Module):
         return flat_queries(self._name, self.in_features, input, target,
                             num_classes=self.num_classes)
 
-    def _given(self, input: Tensor, target: Tensor) -> Tensor:
+    def _check_tensors(self, input: Tensor, target: Tensor) -> Tensor:
         """Returns target, after checking that input and target are tensors."""
         if not torch.jit.is_scripting():
             check_tensor(self._name, "input", input)
@@ -181,7 +181,7 @@ class TableModule(Module):
                 refuse_transforms(self._name)
         return target
 
-    def _best(self, k: int) -> int:
+    def _check_k(self, k: int) -> int:
         """Returns the k of topk, checked."""
         if not torch.jit.is_scripting():
             if not torch.compiler.is_compiling():
@@ -190,7 +190,7 @@ class TableModule(Module):
             raise ValueError(f"{self._name}: expected k in [0, {self.num_classes}], got {k}")
         return k
 
-    def _with_excluded(self, k: int, input: Tensor, exclude: Optional[Tensor]) -> int:
+    def _add_excluded(self, k: int, input: Tensor, exclude: Optional[Tensor]) -> int:
         """Returns the number of best classes to search for: k plus the number that may be excluded.
         """
         if exclude is None:
@@ -202,8 +202,8 @@ class TableModule(Module):
                              f"with one more dimension, got {list(exclude.shape)}")
         return min(k + exclude.shape[-1], self.num_classes)
 
-    def _without_excluded(self, values: Tensor, ids: Tensor, k: int, input: Tensor,
-                          exclude: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+    def _drop_excluded(self, values: Tensor, ids: Tensor, k: int, input: Tensor,
+                       exclude: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
         """Returns the best k of the results [Q, K] that are not excluded, [*, k]."""
         if exclude is None:
             values, ids = values[:, :k], ids[:, :k]
@@ -218,7 +218,7 @@ class TableModule(Module):
         """
         queries = self._queries(input, target)
         if not torch.jit.is_scripting():
-            if torch.compiler.is_exporting() and self.training and self._row_gradients():
+            if torch.compiler.is_exporting() and self.training and self._has_row_gradients():
                 raise RuntimeError(f"{self._name}: expected the model in eval() for torch.export, "
                                    "which cannot apply the steps that rows may owe in training")
         self.catch_up()
@@ -248,8 +248,8 @@ def refuse_transforms(owner: str) -> None:
 
 def has_own_forward(linear: nn.Linear) -> bool:
     """Returns whether a Linear belongs to a subclass with another forward pass than nn.Linear."""
-    lazy = nn.modules.lazy.LazyModuleMixin
-    return type(linear).forward is not nn.Linear.forward and not isinstance(linear, lazy)
+    lazy_class = nn.modules.lazy.LazyModuleMixin
+    return type(linear).forward is not nn.Linear.forward and not isinstance(linear, lazy_class)
 
 
 def check_linear(owner: str, linear: Any) -> None:
@@ -329,8 +329,8 @@ def check_queries(owner: str, in_features: int, input: Tensor, target: Optional[
     if target is not None:
         if input.shape[:-1] != target.shape and not (several and target.dim() == input.dim()
                                                      and target.shape[:-1] == input.shape[:-1]):
-            more = ", or with one more dimension for several positives" if several else ""
-            raise ValueError(f"{owner}: expected target of shape {list(input.shape[:-1])}{more}, "
+            suffix = ", or with one more dimension for several positives" if several else ""
+            raise ValueError(f"{owner}: expected target of shape {list(input.shape[:-1])}{suffix}, "
                              f"got {list(target.shape)}")
 
 
@@ -338,10 +338,10 @@ def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[T
                  several: bool = False, num_classes: int = -1) -> Tensor:
     """Returns input [*, D] as [Q, D], after :func:`check_queries`."""
     check_queries(owner, in_features, input, target, several, num_classes)
-    return flattened(input)
+    return flatten_queries(input)
 
 
-def flattened(input: Tensor) -> Tensor:
+def flatten_queries(input: Tensor) -> Tensor:
     """Returns input [*, D] as [Q, D]."""
     return input.unsqueeze(0).flatten(0, -2)  # reshape(-1, D) fails for D = 0
 
@@ -384,7 +384,7 @@ def make_linear(owner: str, in_features: int, num_rows: int, bias: bool, device:
     return linear
 
 
-def fresh_rows(module: nn.Module, count: int) -> Dict[str, Any]:
+def make_rows(module: nn.Module, count: int) -> Dict[str, Any]:
     """Returns parameters with ``count`` rows, by name, initialised as by ``reset_parameters()`` of
     an nn.Linear, nn.Embedding or nn.EmbeddingBag."""
     stand_in: Any = module.__class__.__new__(module.__class__)

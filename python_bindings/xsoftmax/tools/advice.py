@@ -4,12 +4,6 @@ import dataclasses
 import html
 from typing import Iterator, List, Tuple
 
-_ROUNDS = 48  # steps per candidate; they estimate the noise to within 10 %
-_FIRST = 16  # queries of the first exact step, which estimates the cost of a full one
-_FEW = (20, 100)  # samples per query, for samplers that follow the table
-# shared samples, and head classes, that are combined with few samples per query
-_WIDE, _HEAD = 512, 512
-
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -83,8 +77,8 @@ class Advice:
             return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>"
                                     for cell in line) + "</tr>"
 
-        first, *others = self._table()
-        body = "".join(cells("td", line) for line in others)
+        first, *body_rows = self._table()
+        body = "".join(cells("td", line) for line in body_rows)
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
         return (f"<p>{html.escape(self._heading())}</p><table><thead>{cells('th', first)}</thead>"
                 f"<tbody>{body}</tbody></table>{notes}"

@@ -15,9 +15,6 @@ from ..losses.two_tower import TwoTowerLoss
 from .advice import Advice
 from .advise_bench import Bench, plans_of
 
-# shared samples, and head classes, that are combined with few samples per query
-_WIDE, _HEAD = 512, 512
-
 
 def advise(loss: LinearLoss, input: Tensor, target: Tensor, seconds: float = 30.0, *,
            counts: Optional[Tensor] = None, samplers: Optional[Sequence[str]] = None,
@@ -93,11 +90,11 @@ def advise(loss: LinearLoss, input: Tensor, target: Tensor, seconds: float = 30.
         raise TypeError("advise: expected draws as a sequence of numbers, got "
                         f"{type(draws).__name__}: give [{draws}]")
     sizes = [check_count("advise", "draws", size, 1) for size in draws]
-    loss._queries(input, loss._given(input, target))
+    loss._queries(input, loss._check_tensors(input, target))
     inputs, targets = input.detach(), target.detach()
-    counted = targets != loss.ignore_index
-    places = (counted
-              if targets.dim() < inputs.dim() else counted.any(-1)).reshape(-1).nonzero().squeeze(1)
+    is_counted = targets != loss.ignore_index
+    places = (is_counted if targets.dim() < inputs.dim() else
+              is_counted.any(-1)).reshape(-1).nonzero().squeeze(1)
     if len(places) == 0:
         raise ValueError("advise: expected a target that is not ignored, got none")
     if not inputs.isfinite().all():

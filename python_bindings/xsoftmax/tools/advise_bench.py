@@ -42,7 +42,7 @@ class Plan:
             "" if self.estimator is None else f", {self.estimator}")
 
     def _argument(self, owner: LinearLoss) -> str:
-        def alone(kind: str, size: Optional[int]) -> str:
+        def sampler_code(kind: str, size: Optional[int]) -> str:
             if kind == "unigram":
                 return f"xs.samplers.UnigramSampler(counts, {size})"
             table = f", dim={owner.in_features}" + (
@@ -51,18 +51,18 @@ class Plan:
             return text.replace("'", '"')
 
         if len(self.parts) > 1:
-            samplers = ", ".join(itertools.starmap(alone, self.parts))
+            samplers = ", ".join(itertools.starmap(sampler_code, self.parts))
             return f"sampler=xs.samplers.UnionSampler({samplers})"
         kind, size = self.parts[0]
         if kind == "unigram":
-            return f"sampler={alone(kind, size)}"
+            return f"sampler={sampler_code(kind, size)}"
         return f'sampler="{kind}"' + ("" if size is None else f", num_samples={size}")
 
-    def code(self, owner: LinearLoss, falling: bool) -> str:
+    def code(self, owner: LinearLoss, is_descending: bool) -> str:
         text = self._argument(owner)
         if self.head:
             text += (f", head_classes={self.head}"
-                     if falling else f", head_classes=counts.topk({self.head}).indices")
+                     if is_descending else f", head_classes=counts.topk({self.head}).indices")
         if self.estimator is not None:
             text += f', estimator="{self.estimator}"'
         if owner.sparse_grad is not None:
@@ -71,18 +71,18 @@ class Plan:
                 f"{shared_options(owner)})")
 
     def make(self, owner: LinearLoss, linear: nn.Linear, counts: Optional[Tensor],
-             falling: bool) -> SampledSoftmaxLoss:
-        def alone(kind: str, size: Optional[int]) -> Sampler:
+             is_descending: bool) -> SampledSoftmaxLoss:
+        def make_part(kind: str, size: Optional[int]) -> Sampler:
             options = {"counts": counts} if kind == "unigram" else {}
             return make_sampler(kind, owner.num_classes, size, dim=owner.in_features,
                                 bias=linear.bias is not None, **options)
 
-        made = list(itertools.starmap(alone, self.parts))
-        sampler = made[0] if len(made) == 1 else UnionSampler(*made)
+        parts = list(itertools.starmap(make_part, self.parts))
+        sampler = parts[0] if len(parts) == 1 else UnionSampler(*parts)
         if isinstance(sampler, InBatchSampler) and counts is not None:  # counts as after an epoch
             sampler.counts.copy_((counts.double() / counts.double().sum() * 2**40).long())
             sampler.total.copy_(sampler.counts.sum())
-        head = self.head if falling or counts is None or not self.head else counts.topk(
+        head = self.head if is_descending or counts is None or not self.head else counts.topk(
             self.head).indices
         return SampledSoftmaxLoss.from_linear(linear, sampler=sampler, head_classes=head,
                                               estimator=self.estimator, reduction="sum",
@@ -117,17 +117,17 @@ def plans_of(loss: LinearLoss, counts: Optional[Tensor], sizes: Sequence[int],
         "unigram", "uniform", "in_batch", "midx"
     ]
     sizes = [size for size in sizes if 2 * size <= classes] or [max(1, classes // 4)]
-    few = [size for size in _FEW if 2 * size <= classes] or [max(1, classes // 4)]
+    few_sizes = [size for size in _FEW if 2 * size <= classes] or [max(1, classes // 4)]
     wide, head = min(_WIDE, max(1, classes // 4)), min(_HEAD, max(1, classes // 4))
     plans = []
     for kind in kinds:
         if kind == "in_batch":
             plans.append(Plan((("in_batch", None),)))
         elif is_adaptive(kind):
-            plans += [Plan(((kind, size),)) for size in few]
-            plans.append(Plan(((kind, few[0]),), estimator="sampled_softmax"))
+            plans += [Plan(((kind, size),)) for size in few_sizes]
+            plans.append(Plan(((kind, few_sizes[0]),), estimator="sampled_softmax"))
             if counts is not None:
-                plans.append(Plan(((kind, few[0]),), head=head))
+                plans.append(Plan(((kind, few_sizes[0]),), head=head))
         else:
             plans += [Plan(((kind, size),)) for size in sizes]
             if counts is not None and kind == "unigram":
@@ -135,10 +135,11 @@ def plans_of(loss: LinearLoss, counts: Optional[Tensor], sizes: Sequence[int],
                     Plan(((kind, size),), head=min(size, classes // 4))
                     for size in sizes if size < classes // 4
                 ]
-    static = next((kind for kind in kinds if not is_adaptive(kind) and kind != "in_batch"), None)
+    static_kind = next((kind for kind in kinds if not is_adaptive(kind) and kind != "in_batch"),
+                       None)
     plans += [
-        Plan(((static, wide), (kind, few[0])), head=0 if counts is None else head)
-        for kind in kinds if static is not None and is_adaptive(kind)
+        Plan(((static_kind, wide), (kind, few_sizes[0])), head=0 if counts is None else head)
+        for kind in kinds if static_kind is not None and is_adaptive(kind)
     ]
     if loss.label_smoothing != 0.0:
         plans = [plan for plan in plans if plan.estimator is None]
@@ -153,8 +154,8 @@ class Run:
         self.errors = [GradientError(reference) for reference in references]
         self.seconds: List[float] = []
         self.gradient = ""
-        every = max((refresh_every(part) for part in loss.sampler.modules()), default=0)
-        self.refresh_ms = 1e3 * refresh_seconds / every if every else 0.0
+        interval = max((refresh_every(part) for part in loss.sampler.modules()), default=0)
+        self.refresh_ms = 1e3 * refresh_seconds / interval if interval else 0.0
 
     def steps(self) -> int:
         return self.errors[0].count
@@ -180,7 +181,7 @@ class Bench:
         self.seconds, self.deadline = seconds, start + 0.95 * seconds
         self.notes: List[str] = []
         self.runs: List[Run] = []
-        self.falling = counts is not None and bool((counts[1:] <= counts[:-1]).all())
+        self.is_descending = counts is not None and bool((counts[1:] <= counts[:-1]).all())
         owner.catch_up()
         self.linear = nn.Linear(owner.in_features, owner.num_classes, bias=owner.linear.bias
                                 is not None, device="meta")
@@ -194,14 +195,14 @@ class Bench:
         if not self.trains_exact:
             self.notes.append("exact: not trained, since a dense gradient of its table does not "
                               "fit into memory; errors are those of input's gradient alone")
-        self.whole = input.reshape(-1, owner.in_features), target.reshape(
+        self.batch = input.reshape(-1, owner.in_features), target.reshape(
             -1, *target.shape[input.dim() - 1:])
         self._measure_exact(places)
         if isinstance(owner, SampledSoftmaxLoss) and (owner.sampler.num_samples != 0
                                                       or owner.head.numel() > 0):
-            self._add_own(owner)
+            self._add_current(owner)
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         return self.deadline - time.perf_counter()
 
     def _measure_exact(self, places: Tensor) -> None:
@@ -212,44 +213,45 @@ class Bench:
             self.linear, reduction="sum", weight=owner.weight, ignore_index=owner.ignore_index,
             label_smoothing=owner.label_smoothing, positives=owner.positives,
             logit_scale=owner.logit_scale, softcap=owner.softcap, z_loss=owner.z_loss)
-        mixed = places[torch.randperm(len(places),
-                                      generator=torch.Generator().manual_seed(0)).to(places.device)]
+        shuffled_places = places[torch.randperm(
+            len(places), generator=torch.Generator().manual_seed(0)).to(places.device)]
 
-        def part_of(size: int) -> Tuple[Tensor, Tensor]:
-            if size == len(self.whole[0]):
-                return self.whole
-            some = mixed[:size].sort().values
-            return self.whole[0][some], self.whole[1][some]
+        def select_part(size: int) -> Tuple[Tensor, Tensor]:
+            if size == len(self.batch[0]):
+                return self.batch
+            rows = shuffled_places[:size].sort().values
+            return self.batch[0][rows], self.batch[1][rows]
 
-        self.part = part_of(min(_FIRST, len(mixed)))
-        self.references, spent, _ = self._step(exact, *self.part, self.trains_exact)
-        self.exact_steps, rate = 0, spent / len(self.part[0])
+        self.part = select_part(min(_FIRST, len(shuffled_places)))
+        self.references, step_seconds, _ = self._step(exact, *self.part, self.trains_exact)
+        self.exact_steps, rate = 0, step_seconds / len(self.part[0])
         # a step on 4 times as many queries, then a step on as many queries as fit
-        for allowed in (0.25, 0.15):
+        for share in (0.25, 0.15):
             size = min(
-                len(mixed), 4 * _FIRST if allowed == 0.25 else len(self.part[0]) +
-                int(max(0.15 * self.seconds - spent, 0.0) / rate))
-            if size <= len(self.part[0]
-                           ) or spent + rate * (size - len(self.part[0])) > allowed * self.seconds:
+                len(shuffled_places), 4 * _FIRST if share == 0.25 else len(self.part[0]) +
+                int(max(0.15 * self.seconds - step_seconds, 0.0) / rate))
+            if size <= len(
+                    self.part[0]
+            ) or step_seconds + rate * (size - len(self.part[0])) > share * self.seconds:
                 continue
-            before, fewer, self.part = spent, len(self.part[0]), part_of(size)
-            self.references, spent, _ = self._step(exact, *self.part, self.trains_exact)
+            old_seconds, old_size, self.part = step_seconds, len(self.part[0]), select_part(size)
+            self.references, step_seconds, _ = self._step(exact, *self.part, self.trains_exact)
             # At least a quarter of the time is attributed to the added queries, because the first
             # step also pays for memory allocation.
-            rate = max(spent - before, 0.25 * spent) / (size - fewer)
+            rate = max(step_seconds - old_seconds, 0.25 * step_seconds) / (size - old_size)
         if not self.references[0].double().norm() > 0:
             raise ValueError("advise: expected a batch with an exact gradient other than 0, got "
                              "one that has none")
-        others = len(self.whole[0]) - len(self.part[0])
-        if others and len(self.part[0]) <= _FIRST:  # too few measurements to extrapolate
+        num_left = len(self.batch[0]) - len(self.part[0])
+        if num_left and len(self.part[0]) <= _FIRST:  # too few measurements to extrapolate
             self.notes.append("exact: a step takes longer than that: only one on "
                               f"{len(self.part[0])} queries was measured, for want of time")
             rate = 0.0
-        self.exact_ms = 1e3 * (spent + rate * others)
-        if spent + rate * others < 0.05 * self.seconds:
+        self.exact_ms = 1e3 * (step_seconds + rate * num_left)
+        if step_seconds + rate * num_left < 0.05 * self.seconds:
             times = [
-                self._step(exact, *self.whole, self.trains_exact)[1]
-                for _ in range(min(5, max(2, int(0.05 * self.seconds / spent))))
+                self._step(exact, *self.batch, self.trains_exact)[1]
+                for _ in range(min(5, max(2, int(0.05 * self.seconds / step_seconds))))
             ]
             self.exact_steps, self.exact_ms = len(times), 1e3 * statistics.median(times)
 
@@ -279,39 +281,41 @@ class Bench:
         rows, values = gradient._indices()[0], gradient._values().float() @ self.signs
         return values.new_zeros(self.owner.num_classes).index_add_(0, rows, values)
 
-    def _add_own(self, owner: SampledSoftmaxLoss) -> None:
-        own = copy.copy(owner)
-        own._modules = {
+    def _add_current(self, owner: SampledSoftmaxLoss) -> None:
+        current = copy.copy(owner)
+        current._modules = {
             **owner._modules, "linear": self.linear, "sampler": copy.deepcopy(owner.sampler)
         }
-        own.reduction = "sum"
-        new = any(
+        current.reduction = "sum"
+        is_new = any(
             getattr(part, "follows_table", False) and getattr(part, "step", None) == 0
-            for part in own.sampler.modules())
-        if not new or self._fits("as it is"):
-            self._enter("as it is", "# the loss as it is", own, refresh=new)
+            for part in current.sampler.modules())
+        if not is_new or self._has_time_for("as it is"):
+            self._add_run("as it is", "# the loss as it is", current, refresh=is_new)
 
     def add(self, plan: Plan) -> None:
         name = plan.name()
-        if self.left() < 0.35 * self.seconds:
+        if self.seconds_left() < 0.35 * self.seconds:
             self.notes.append(f"{name}: not measured, for want of time")
             return
         # classes that "unigram" can sample: the head takes the most frequent ones
-        seen = 0 if self.counts is None else max(0, int((self.counts > 0).sum()) - plan.head)
-        if any(kind == "unigram" and size is not None and size > seen for kind, size in plan.parts):
-            self.notes.append(f"{name}: left out, since only {seen} "
+        num_counted = 0 if self.counts is None else max(0, int((self.counts > 0).sum()) - plan.head)
+        if any(kind == "unigram" and size is not None and size > num_counted
+               for kind, size in plan.parts):
+            self.notes.append(f"{name}: left out, since only {num_counted} "
                               f"classes{' outside the head' if plan.head else ''} have a count "
                               "above 0")
             return
-        if any(is_adaptive(kind) for kind, _ in plan.parts) and not self._fits(name):
+        if any(is_adaptive(kind) for kind, _ in plan.parts) and not self._has_time_for(name):
             return
-        self._enter(name, plan.code(self.owner, self.falling),
-                    plan.make(self.owner, self.linear, self.counts, self.falling), refresh=True)
+        self._add_run(name, plan.code(self.owner, self.is_descending),
+                      plan.make(self.owner, self.linear, self.counts, self.is_descending),
+                      refresh=True)
 
-    def _fits(self, name: str) -> bool:
+    def _has_time_for(self, name: str) -> bool:
         """Returns whether there is time to build an index."""
         seconds = self._refresh_seconds()
-        if seconds <= 0.25 * self.left():
+        if seconds <= 0.25 * self.seconds_left():
             return True
         self.notes.append(f"{name}: not measured, since its index alone would take about "
                           f"{seconds:.1f} s")
@@ -320,16 +324,16 @@ class Bench:
     def _refresh_seconds(self) -> float:
         """Estimates the refresh time of a sampler that follows the table: the fastest refresh so
         far, or the time of a MIDX refresh, which compares all rows with 64 codewords repeatedly."""
-        known = [run.refresh_seconds for run in self.runs if run.refresh_seconds > 0]
-        if known:
-            return min(known)
+        refresh_seconds = [run.refresh_seconds for run in self.runs if run.refresh_seconds > 0]
+        if refresh_seconds:
+            return min(refresh_seconds)
         rows = self.linear.weight.detach()[:256 * 64].float()
         start = time.perf_counter()
         (rows @ rows[:64].t()).argmax(1)
         synchronize(rows)
         return (time.perf_counter() - start) * 2 * (10 + self.owner.num_classes / len(rows))
 
-    def _enter(self, name: str, code: str, loss: SampledSoftmaxLoss, refresh: bool) -> None:
+    def _add_run(self, name: str, code: str, loss: SampledSoftmaxLoss, refresh: bool) -> None:
         start = time.perf_counter()
         if refresh:
             bias = self.linear.bias
@@ -342,12 +346,13 @@ class Bench:
     def run(self) -> None:
         for _ in range(_ROUNDS):
             for run in self.runs:
-                if self.left() < 0 or run.seconds and self.left() < 2 * min(run.seconds):
+                if self.seconds_left() < 0 or run.seconds and self.seconds_left() < 2 * min(
+                        run.seconds):
                     continue
-                gradients, seconds, run.gradient = self._step(run.loss, *self.whole,
+                gradients, seconds, run.gradient = self._step(run.loss, *self.batch,
                                                               self.trains_exact)
                 run.seconds.append(seconds)
-                if self.part is not self.whole:
+                if self.part is not self.batch:
                     gradients, _, _ = self._step(run.loss, *self.part, self.trains_exact)
                 for error, gradient in zip(run.errors, gradients):
                     error.add(gradient)
@@ -357,20 +362,20 @@ class Bench:
 
     def advice(self, model_ms: float, budget_ms: Optional[float]) -> Advice:
         budget = self.exact_ms + model_ms if budget_ms is None else budget_ms
-        measured = []
+        results = []
         if self.trains_exact:
             options = shared_options(self.owner)
             code = f"loss = xs.LinearCrossEntropyLoss.from_linear(loss.linear{options})"
-            measured.append(("exact", code, self.exact_ms, 0.0, 0.0, self.exact_steps, "dense"))
-        measured += [(run.name, run.code, run.ms(), *run.distance(), run.steps(), run.gradient)
-                     for run in self.runs if run.steps() >= 2]
-        if not any(run.steps() >= 2 for run in self.runs) and (self.runs or not measured):
+            results.append(("exact", code, self.exact_ms, 0.0, 0.0, self.exact_steps, "dense"))
+        results += [(run.name, run.code, run.ms(), *run.distance(), run.steps(), run.gradient)
+                    for run in self.runs if run.steps() >= 2]
+        if not any(run.steps() >= 2 for run in self.runs) and (self.runs or not results):
             raise RuntimeError(f"advise: expected more than {self.seconds:g} seconds, in which no "
                                "sampled loss took two steps")
         rows = [
             Choice(name, code, ms, bias, noise,
                    math.sqrt(bias**2 + (1 + noise**2) * (ms + model_ms) / budget), draws, gradient)
-            for name, code, ms, bias, noise, draws, gradient in measured
+            for name, code, ms, bias, noise, draws, gradient in results
         ]
         if self.counts is None:
             self.notes.append("with counts= of the classes, frequent ones could be drawn more "
@@ -390,8 +395,8 @@ def memory_left(device: torch.device) -> float:
         return torch.cuda.mem_get_info(device)[0] / 2
     try:
         with open("/proc/meminfo") as lines:
-            known: Dict[str, str] = dict(line.split(":", 1) for line in lines)
-        return int(known["MemAvailable"].split()[0]) * 1024 / 2
+            fields: Dict[str, str] = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024 / 2
     except (OSError, KeyError):
         return math.inf
 

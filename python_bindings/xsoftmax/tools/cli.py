@@ -13,7 +13,7 @@ import torch
 
 from .. import __version__ as version
 from .. import metrics
-from .._core.files import replaced
+from .._core.files import replace_file
 from ..datasets import read_examples, read_matrix, read_sparse
 from ..matcher.ensemble import METHODS, combine_predictions
 from ..trees.label_tree import LabelTree
@@ -61,9 +61,9 @@ def make_parser() -> argparse.ArgumentParser:
     class Formatter(argparse.HelpFormatter):
         """Appends the default value to the help of options that have one."""
         def _get_help_string(self, action: argparse.Action) -> Optional[str]:
-            is_told = action.option_strings and action.default not in (
+            shows_default = action.option_strings and action.default not in (
                 None, False, argparse.SUPPRESS) and "(default:" not in (action.help or "")
-            return f"{action.help} (default: %(default)s)" if is_told else action.help
+            return f"{action.help} (default: %(default)s)" if shows_default else action.help
 
     def command(name: str, run: Callable[[argparse.Namespace], Any],
                 about: str) -> argparse.ArgumentParser:
@@ -197,7 +197,7 @@ def train_together(args: argparse.Namespace, group: Optional["torch.distributed.
         torch.ops.xsoftmax.xr_linear_check_target(args.model)
         if Path(args.model).exists() and not args.force:
             raise FileExistsError(f"there is a model in {args.model} already: --force replaces it")
-    X, Y = given_examples(args)
+    X, Y = read_arguments(args)
     if X.shape[0] == 0:
         raise ValueError(f"expected at least one example in {args.data}, got none")
     X = unit_rows(X) if args.normalize else X
@@ -231,7 +231,7 @@ def train_together(args: argparse.Namespace, group: Optional["torch.distributed.
             "defaults suit rows of length 1, see --normalize", file=sys.stderr)
 
 
-def given_examples(args: argparse.Namespace) -> Tuple[Any, Any]:
+def read_arguments(args: argparse.Namespace) -> Tuple[Any, Any]:
     if args.data.endswith(".npz") and args.labels is None:
         raise ValueError(f"--labels: expected the .npz with the labels of {args.data}, got none")
     return read_examples(args.data, args.labels)
@@ -252,15 +252,16 @@ def run_predict(args: argparse.Namespace) -> None:
         raise ValueError(f"--topk: expected at least 1, got {args.topk}")
     check_parent(Path(args.predictions))
     X = read_sparse(args.data) if args.data.endswith(".npz") else read_examples(args.data)[0]
-    found = []
+    predictions = []
     for path in args.models:
         model = XRLinear.load(path)
-        found.append(
+        predictions.append(
             model.predict(
                 unit_rows(X) if model.notes.get("normalize") else X, args.topk, args.beam,
                 transform=args.transform, combiner=args.combiner))
-    scores = found[0] if len(found) == 1 else combine_predictions(found, args.ensemble, args.topk)
-    with replaced("predict", args.predictions) as draft, open(draft, "wb") as file:
+    scores = predictions[0] if len(predictions) == 1 else combine_predictions(
+        predictions, args.ensemble, args.topk)
+    with replace_file("predict", args.predictions) as draft, open(draft, "wb") as file:
         sp.save_npz(file, scores)
     if args.json:
         print(
@@ -276,7 +277,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
     if args.data != "-" and not Path(args.data).is_file():
         raise FileNotFoundError(f"there is no file {args.data}")
     truth = read_matrix("read_sparse", args.labels,
-                        "labels") if args.labels else given_examples(args)[1]
+                        "labels") if args.labels else read_arguments(args)[1]
     predictions = read_sparse(args.predictions, scores=True)
     if predictions.shape != truth.shape:
         raise ValueError(f"expected predictions of shape {list(truth.shape)}, as the examples "
@@ -286,14 +287,14 @@ def run_evaluate(args: argparse.Namespace) -> None:
         "nDCG": metrics.ndcg_at_k
     }
     if args.train:
-        known = read_matrix("read_sparse", args.train,
-                            "labels") if args.train.endswith(".npz") else read_examples(
-                                args.train)[1]
-        if known.shape[1] != truth.shape[1]:
+        train_labels = read_matrix("read_sparse", args.train,
+                                   "labels") if args.train.endswith(".npz") else read_examples(
+                                       args.train)[1]
+        if train_labels.shape[1] != truth.shape[1]:
             raise ValueError(f"expected --train with {truth.shape[1]} labels, as the examples "
-                             f"have, got {known.shape[1]}")
-        propensity = metrics.propensity(torch.from_numpy(known.getnnz(0)), known.shape[0], args.a,
-                                        args.b)
+                             f"have, got {train_labels.shape[1]}")
+        propensity = metrics.propensity(torch.from_numpy(train_labels.getnnz(0)),
+                                        train_labels.shape[0], args.a, args.b)
         columns["PSP"] = lambda *which: metrics.psp_at_k(*which, propensity
                                                          )  # type: ignore[call-arg]
     figures = {
@@ -304,13 +305,13 @@ def run_evaluate(args: argparse.Namespace) -> None:
     if args.json:
         print(
             json.dumps(
-                {name: {str(k): of_k[name]
-                        for k, of_k in figures.items()}
+                {name: {str(k): values[name]
+                        for k, values in figures.items()}
                  for name in columns}))
         return
     print("   k" + "".join(f"{name:>11}" for name in columns))
-    for k, of_k in figures.items():
-        print(f"{k:4}" + "".join(f"{value:11.4f}" for value in of_k.values()))
+    for k, values in figures.items():
+        print(f"{k:4}" + "".join(f"{value:11.4f}" for value in values.values()))
 
 
 if __name__ == "__main__":

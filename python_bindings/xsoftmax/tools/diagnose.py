@@ -98,8 +98,8 @@ def diagnose(loss: SampledSoftmaxLoss, input: Tensor, target: Tensor, *, draws: 
     check_tensor("diagnose", "input", input)
     queries = flat_queries("diagnose", loss.in_features, input.detach(), target,
                            num_classes=loss.num_classes)
-    counted = (target != loss.ignore_index).reshape(-1)
-    queries, targets = queries[counted], target.reshape(-1)[counted]
+    is_counted = (target != loss.ignore_index).reshape(-1)
+    queries, targets = queries[is_counted], target.reshape(-1)[is_counted]
     if len(targets) == 0:
         raise ValueError("diagnose: expected a target that is not ignored, got none")
     if not queries.isfinite().all():
@@ -132,21 +132,21 @@ def proposal_log_prob(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
     Returns:
         float64 [Q, N].
     """
-    return _normalised(loss, _log_count(loss, queries), queries)
+    return _normalise(loss, _log_count(loss, queries), queries)
 
 
 def _log_count(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
     """Returns the log expected counts of all classes, [N] or [Q, N]."""
     ids = torch.arange(loss.num_classes, device=queries.device)
-    return loss.sampler.log_count(_shown(loss, queries), ids)
+    return loss.sampler.log_count(_scale_queries(loss, queries), ids)
 
 
-def _shown(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
+def _scale_queries(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
     """Returns the queries as the sampler receives them in a step."""
     return queries if loss.logit_scale == 1.0 else queries * loss.logit_scale
 
 
-def _normalised(loss: SampledSoftmaxLoss, log_count: Tensor, queries: Tensor) -> Tensor:
+def _normalise(loss: SampledSoftmaxLoss, log_count: Tensor, queries: Tensor) -> Tensor:
     log_count = log_count.expand(len(queries), -1).double().clone()
     log_count[:, loss.head] = 0.0
     return log_count.log_softmax(1)
@@ -155,14 +155,14 @@ def _normalised(loss: SampledSoftmaxLoss, log_count: Tensor, queries: Tensor) ->
 def _distances(loss: SampledSoftmaxLoss, queries: Tensor) -> tuple[float, float, Tensor]:
     kl, renyi, log_z = [], [], []
     # counts of shared samples may depend on all queries of the batch
-    of_batch = _log_count(loss, queries) if loss.sampler.shared else None
+    batch_log_count = _log_count(loss, queries) if loss.sampler.shared else None
     for part in queries.split(max(1, _CHUNK // loss.num_classes)):
         scores = loss._logits(
             torch.ops.xsoftmax.linear_scores(part, loss.linear.weight, loss.linear.bias).double())
         log_z.append(scores.logsumexp(1))
-        log_p, log_q = scores - log_z[-1][:, None], _normalised(
+        log_p, log_q = scores - log_z[-1][:, None], _normalise(
             loss,
-            _log_count(loss, part) if of_batch is None else of_batch, part)
+            _log_count(loss, part) if batch_log_count is None else batch_log_count, part)
         q = log_q.exp()
         kl.append(torch.where(q > 0, q * (log_q - log_p), 0.0).sum(1))
         renyi.append((2 * log_p - log_q).logsumexp(1))
@@ -173,7 +173,7 @@ def _draws(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, log_z: Ten
            generator: Optional[torch.Generator]) -> Any:
     sizes, errors, hits, count = [], [], [], 0
     for _ in range(draws):
-        sets = sorted(loss.propose(_shown(loss, queries), target, generator),
+        sets = sorted(loss.propose(_scale_queries(loss, queries), target, generator),
                       key=lambda part: part.ids.dim() == 1)
         private, shared = ([part.ids for part in sets if part.ids.dim() == dim] for dim in (2, 1))
         scores = torch.ops.xsoftmax.candidate_scores(queries, loss.linear.weight, loss.linear.bias,
@@ -212,21 +212,22 @@ class GradientError:
 
     def add(self, sampled: Tensor) -> None:
         self.count += 1
-        apart = sampled.double() - self._mean
-        self._mean += apart / self.count
+        deviation = sampled.double() - self._mean
+        self._mean += deviation / self.count
         # Welford's algorithm: the sum of squared distances from the mean
-        self._squares += (apart * (sampled - self._mean)).sum().item()
+        self._squares += (deviation * (sampled - self._mean)).sum().item()
 
     def noise(self) -> float:
         """Returns the relative root mean square distance of a gradient from the mean."""
-        return self._of_exact(math.sqrt(self._variance()))
+        return self._divide_by_norm(math.sqrt(self._variance()))
 
     def bias(self) -> float:
         """Returns the relative distance of the mean, corrected for the noise that remains in it."""
-        left = (self._mean - self.exact).square().sum().item() - self._variance() / self.count
-        return self._of_exact(math.sqrt(max(left, 0.0)))
+        squared_bias = (self._mean -
+                        self.exact).square().sum().item() - self._variance() / self.count
+        return self._divide_by_norm(math.sqrt(max(squared_bias, 0.0)))
 
-    def _of_exact(self, distance: float) -> float:
+    def _divide_by_norm(self, distance: float) -> float:
         """Returns distance / norm of the exact gradient. If that norm is 0: 0 if distance is 0,
         else infinity."""
         norm = self.exact.norm().item()

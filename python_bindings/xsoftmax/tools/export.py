@@ -56,12 +56,11 @@ def _linear_topk(input: Tensor, weight: Tensor, bias: Optional[Tensor], k: int,
 def _exclude_topk(values: Tensor, ids: Tensor, exclude: Tensor, num_classes: int,
                   k: int) -> Tuple[Tensor, Tensor]:
     count = values.shape[1]
-    excluded = (ids.unsqueeze(2) == exclude.unsqueeze(1)).any(2)
+    is_excluded = (ids.unsqueeze(2) == exclude.unsqueeze(1)).any(2)
     # excluded entries are placed after all others
-    place = torch.arange(count, device=ids.device) + count * excluded.to(torch.int64)
+    place = torch.arange(count, device=ids.device) + count * is_excluded.to(torch.int64)
     first = place.topk(k, 1, largest=False).indices
-    none = excluded.gather(1, first)
-    return values.gather(1,
-                         first).masked_fill(none,
-                                            float("-inf")), ids.gather(1,
-                                                                       first).masked_fill(none, -1)
+    is_empty = is_excluded.gather(1, first)
+    return values.gather(1, first).masked_fill(is_empty,
+                                               float("-inf")), ids.gather(1, first).masked_fill(
+                                                   is_empty, -1)

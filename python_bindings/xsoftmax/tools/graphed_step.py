@@ -23,7 +23,7 @@ def _text_of(module: nn.Module, name: str) -> Optional[str]:
     return text if isinstance(text, str) else None
 
 
-class _Captured:
+class _CapturedStep:
     """The graphs of one cycle of `accumulate` steps, for one input signature."""
     def __init__(self, inputs: List[Any]) -> None:
         self.inputs = inputs  # the buffers that the graphs read
@@ -72,19 +72,19 @@ class GraphedStep:
     @property
     def num_graphs(self) -> int:
         """The number of input signatures with a captured step; 0 if CUDA graphs are unavailable."""
-        return len(self._captured)
+        return len(self._graphs)
 
     def reset(self) -> None:
         """Drops all graphs; later steps are captured again.
 
         Rarely needed: a step detects replaced parameters, optimizer state and options itself.
         """
-        self._captured: Dict[Any, _Captured] = {}
-        self._seen: Dict[Any, int] = {}
-        self._replaying: Optional[Tuple[Any, _Captured]] = None
+        self._graphs: Dict[Any, _CapturedStep] = {}
+        self._warmups: Dict[Any, int] = {}
+        self._current: Optional[Tuple[Any, _CapturedStep]] = None
         self._groups = [optimizer.param_groups for optimizer in self._optimizers]
         self._rates = self._tensor_rates() if self._device is not None else []
-        self._places = self._addresses(whole=False)
+        self._places = self._addresses(with_state=False)
         self._all_places: Optional[List[Tuple[int, int]]] = None
         self._options = self._options_of_groups()
         self._numbers = self._numbers_of_host()
@@ -98,9 +98,9 @@ class GraphedStep:
                 "compute it in the encoder")
         last = self._in_cycle == self._accumulate - 1
         if self._device is None:
-            value = self._eager(leaves, form, last)
+            value = self._run_eagerly(leaves, form, last)
         else:
-            value = self._on_device(self._device, leaves, form, last)
+            value = self._run_on_device(self._device, leaves, form, last)
         self._in_cycle = 0 if last else self._in_cycle + 1
         return value
 
@@ -132,7 +132,7 @@ class GraphedStep:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def _eager(self, leaves: List[Any], form: Any, last: bool) -> Tensor:
+    def _run_eagerly(self, leaves: List[Any], form: Any, last: bool) -> Tensor:
         value = self._forward_backward(leaves, form)
         if last:
             self._update()
@@ -140,54 +140,55 @@ class GraphedStep:
 
     # ---- graphs ----
 
-    def _on_device(self, device: _Cuda, leaves: List[Any], form: Any, last: bool) -> Tensor:
+    def _run_on_device(self, device: _Cuda, leaves: List[Any], form: Any, last: bool) -> Tensor:
         self._follow_changes()
         key = self._signature(leaves, form)
-        captured = self._ready(device, key, leaves, form)
-        if captured is not None:
-            return self._replay(captured, leaves)
+        graphs = self._find_graphs(device, key, leaves, form)
+        if graphs is not None:
+            return self._replay(graphs, leaves)
         # The cycle continues eagerly, so it needs the gradients of its replayed steps.
-        if self._in_cycle > 0 and self._replaying is not None:
-            self._take_over(self._replaying[1])
-        self._replaying = None
-        value = device.run(lambda: self._eager(leaves, form, last))
+        if self._in_cycle > 0 and self._current is not None:
+            self._take_over(self._current[1])
+        self._current = None
+        value = device.run(lambda: self._run_eagerly(leaves, form, last))
         if last:
-            self._seen[key] = self._seen.get(key, 0) + 1
-        if self._all_places is not None and self._addresses(whole=True) != self._all_places:
+            self._warmups[key] = self._warmups.get(key, 0) + 1
+        if self._all_places is not None and self._addresses(with_state=True) != self._all_places:
             self.reset()
         return value
 
-    def _ready(self, device: _Cuda, key: Any, leaves: List[Any], form: Any) -> Optional[_Captured]:
+    def _find_graphs(self, device: _Cuda, key: Any, leaves: List[Any],
+                     form: Any) -> Optional[_CapturedStep]:
         """Returns the graphs to replay, after capturing them if it is time. None: the step runs
         eagerly.
         """
         if self._is_due():
             return None
         if self._in_cycle > 0:
-            return (self._replaying[1]
-                    if self._replaying is not None and self._replaying[0] == key else None)
+            return (self._current[1]
+                    if self._current is not None and self._current[0] == key else None)
         if any(param.grad is not None for param in self._parameters()):
             return None
-        captured = self._captured.get(key)
-        if captured is None:
-            if self._seen.get(key, 0) < self._warmup_steps or len(self._captured) >= _MOST_GRAPHS:
+        graphs = self._graphs.get(key)
+        if graphs is None:
+            if self._warmups.get(key, 0) < self._warmup_steps or len(self._graphs) >= _MOST_GRAPHS:
                 return None
             if self._is_due_later():
                 return None
-            captured = self._captured[key] = self._capture(device, leaves, form)
-            self._all_places = self._addresses(whole=True)
-        self._replaying = key, captured
-        return captured
+            graphs = self._graphs[key] = self._capture(device, leaves, form)
+            self._all_places = self._addresses(with_state=True)
+        self._current = key, graphs
+        return graphs
 
     def _is_due(self) -> bool:
         """Returns whether the next step does work that a graph cannot capture, such as a
         refresh."""
-        return any(due() for due in self._of_modules("_eager_step_due"))
+        return any(due() for due in self._find_methods("_eager_step_due"))
 
     def _is_due_later(self) -> bool:
         """Returns whether a later step of the cycle that begins now does such work."""
         counters = self._counters()
-        before = [counter.clone() for counter in counters]
+        old_counters = [counter.clone() for counter in counters]
         try:
             for _ in range(self._accumulate - 1):
                 for counter in counters:
@@ -196,23 +197,25 @@ class GraphedStep:
                     return True
             return False
         finally:
-            for counter, old in zip(counters, before):
-                counter.copy_(old)
+            for counter, old_counter in zip(counters, old_counters):
+                counter.copy_(old_counter)
 
-    def _capture(self, device: _Cuda, leaves: List[Any], form: Any) -> _Captured:
-        captured = _Captured(
+    def _capture(self, device: _Cuda, leaves: List[Any], form: Any) -> _CapturedStep:
+        graphs = _CapturedStep(
             [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         pool, counters = device.pool(), self._counters()
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-        before = [counter.clone() for counter in counters]
+        old_counters = [counter.clone() for counter in counters]
         torch.clear_autocast_cache()  # a graph must not depend on casts made before its capture
         try:
             for number in range(self._accumulate):
-                at = [counter.clone() for counter in counters]
-                captured.replays.append(
-                    device.capture(functools.partial(self._record, captured, number, form), pool,
+                step_counters = [counter.clone() for counter in counters]
+                graphs.replays.append(
+                    device.capture(functools.partial(self._record, graphs, number, form), pool,
                                    generators))
-                captured.counts.append([counter - old for counter, old in zip(counters, at)])
+                graphs.counts.append([
+                    counter - old_counter for counter, old_counter in zip(counters, step_counters)
+                ])
         except Exception as error:
             for param in self._parameters():
                 param.grad = None
@@ -223,59 +226,60 @@ class GraphedStep:
             ) from error
         finally:
             torch.clear_autocast_cache()
-            for counter, old in zip(counters, before):
-                counter.copy_(old)
-        return captured
+            for counter, old_counter in zip(counters, old_counters):
+                counter.copy_(old_counter)
+        return graphs
 
-    def _record(self, captured: _Captured, number: int, form: Any) -> None:
-        captured.values[number] = self._forward_backward(captured.inputs, form)
+    def _record(self, graphs: _CapturedStep, number: int, form: Any) -> None:
+        graphs.values[number] = self._forward_backward(graphs.inputs, form)
         if number == self._accumulate - 1:
             self._update()
         else:
-            captured.grads[number] = [param.grad for param in self._parameters()]
+            graphs.grads[number] = [param.grad for param in self._parameters()]
 
-    def _replay(self, captured: _Captured, leaves: List[Any]) -> Tensor:
-        for buffer, leaf in zip(captured.inputs, leaves):
+    def _replay(self, graphs: _CapturedStep, leaves: List[Any]) -> Tensor:
+        for buffer, leaf in zip(graphs.inputs, leaves):
             if isinstance(leaf, Tensor):
                 buffer.copy_(leaf, non_blocking=True)
-        captured.replays[self._in_cycle]()
-        for counter, more in zip(self._counters(), captured.counts[self._in_cycle]):
-            counter.add_(more)
-        return captured.values[self._in_cycle].clone()
+        graphs.replays[self._in_cycle]()
+        for counter, increment in zip(self._counters(), graphs.counts[self._in_cycle]):
+            counter.add_(increment)
+        return graphs.values[self._in_cycle].clone()
 
-    def _take_over(self, captured: _Captured) -> None:
+    def _take_over(self, graphs: _CapturedStep) -> None:
         """Sets the gradients of the parameters to those of the replayed steps of this cycle."""
-        for param, grad in zip(self._parameters(), captured.grads[self._in_cycle - 1]):
+        for param, grad in zip(self._parameters(), graphs.grads[self._in_cycle - 1]):
             param.grad = None if grad is None else grad.clone()
 
     def _counters(self) -> List[Tensor]:
         """Returns the step counters that modules keep on the CPU."""
         return [
-            counter for counters in self._of_modules("_host_counters") for counter in counters()
+            counter for counters in self._find_methods("_host_counters") for counter in counters()
         ]
 
     def _numbers_of_host(self) -> List[Union[int, float]]:
         """Returns the numbers that modules keep on the CPU and that a capture makes constant."""
         return [
-            number.item() for numbers in self._of_modules("_host_numbers") for number in numbers()
+            number.item() for numbers in self._find_methods("_host_numbers")
+            for number in numbers()
         ]
 
-    def _of_modules(self, method: str) -> List[Callable[[], Any]]:
+    def _find_methods(self, method: str) -> List[Callable[[], Any]]:
         return [
-            found
-            for module in self._modules if (found := getattr(module, method, None)) is not None
+            function
+            for module in self._modules if (function := getattr(module, method, None)) is not None
         ]
 
     # ---- what a graph depends on ----
 
     def _signature(self, leaves: List[Any], form: Any) -> Any:
-        of_leaves = tuple((leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (
+        leaf_keys = tuple((leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (
             type(leaf), id(leaf) if isinstance(leaf, torch.Generator) else leaf) for leaf in leaves)
         modes = tuple((module.training, *map(functools.partial(_text_of, module), _OPTIONS))
                       for module in self._modules)
-        trained = tuple(param.requires_grad for param in self._parameters())
+        trained_flags = tuple(param.requires_grad for param in self._parameters())
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        key = form, of_leaves, modes, trained, autocast
+        key = form, leaf_keys, modes, trained_flags, autocast
         try:
             hash(key)
         except TypeError:
@@ -291,14 +295,14 @@ class GraphedStep:
             for name, value in group.items() if name != "params" and not isinstance(value, Tensor)
         ]
 
-    def _addresses(self, whole: bool) -> List[Tuple[int, int]]:
+    def _addresses(self, with_state: bool) -> List[Tuple[int, int]]:
         """Returns address and size of the tensors that graphs write to.
 
         Args:
-            whole: include buffers and optimizer state, not only parameters.
+            with_state: include buffers and optimizer state, not only parameters.
         """
         tensors: List[Any] = self._parameters()
-        if whole:
+        if with_state:
             tensors += [
                 buffer for module in self._modules for buffer in module.buffers(recurse=False)
             ]
@@ -314,16 +318,16 @@ class GraphedStep:
             if group["lr"] is not rate:
                 rate.fill_(group["lr"])
                 group["lr"] = rate
-        replaced = any(optimizer.param_groups is not groups
+        is_stale = any(optimizer.param_groups is not groups
                        for optimizer, groups in zip(self._optimizers, self._groups))
         if self._children_of_loss() != self._children:
             self._find_modules()
-            replaced = True
-        if (replaced or self._addresses(whole=False) != self._places
+            is_stale = True
+        if (is_stale or self._addresses(with_state=False) != self._places
                 or self._options_of_groups() != self._options
                 or self._numbers_of_host() != self._numbers):
-            if self._replaying is not None and self._in_cycle > 0:
-                self._take_over(self._replaying[1])
+            if self._current is not None and self._in_cycle > 0:
+                self._take_over(self._current[1])
             self.reset()
 
     def _tensor_rates(self) -> List[Tuple[Dict[str, Any], Tensor]]:
@@ -333,7 +337,7 @@ class GraphedStep:
         """
         rates = []
         for optimizer in self._optimizers:
-            ours = isinstance(optimizer, RowOptimizer)
+            is_row_optimizer = isinstance(optimizer, RowOptimizer)
             for group in optimizer.param_groups:
                 if not group["params"]:
                     continue
@@ -343,11 +347,11 @@ class GraphedStep:
                         f"{_NAME}: expected lr of {type(optimizer).__name__} as a number or a "
                         "tensor on "
                         f"{device}, got one on {group['lr'].device}")
-                if ours or group.get("capturable") or group.get("fused"):
+                if is_row_optimizer or group.get("capturable") or group.get("fused"):
                     if not isinstance(group["lr"], Tensor):
                         group["lr"] = torch.tensor(
                             float(group["lr"]),
-                            dtype=torch.float64 if ours else torch.float32,
+                            dtype=torch.float64 if is_row_optimizer else torch.float32,
                             device=device,
                         )
                     rates.append((group, group["lr"]))
@@ -443,10 +447,12 @@ def make_graphed_step(
     if isinstance(max_norm, str) or (max_norm is not None and not max_norm > 0):
         raise ValueError(f"{_NAME}: expected max_norm above 0 or None, got {max_norm}")
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    wrong = next((each for each in optimizers if not isinstance(each, torch.optim.Optimizer)), None)
-    if wrong is not None or not optimizers:
+    offender = next(
+        (candidate for candidate in optimizers if not isinstance(candidate, torch.optim.Optimizer)),
+        None)
+    if offender is not None or not optimizers:
         raise TypeError(f"{_NAME}: expected optimizer as an optimizer or a sequence of them, "
-                        f"got {'none' if wrong is None else type(wrong).__name__}")
+                        f"got {'none' if offender is None else type(offender).__name__}")
     accumulate, warmup_steps = (
         check_count(_NAME, "accumulate", accumulate, 1),
         check_count(_NAME, "warmup_steps", warmup_steps, 1),

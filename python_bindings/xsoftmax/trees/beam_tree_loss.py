@@ -61,17 +61,8 @@ class BeamTreeLoss(TreeLoss):
         bias, weight, reduction, ignore_index, sparse_grad: as in :class:`SampledSoftmaxLoss`.
         device, dtype: of the edges. The dtype is float32, float64, bfloat16 or float16.
 
-    The parameters are `edges.weight` [E, D] and, with ``bias=True``, `edges.bias` [E]. Edge e ends
-    in node e + 1 of the tree.
-
-    Shape:
-        - input: [*, D], in the dtype of the edges. The candidates of a non-finite query are
-          unspecified.
-        - target: int64 [*] in [0, N) or ignore_index. Multiple positives per query are not
-          supported.
-        - output: a scalar, or [*] with reduction="none"; float64 for float64 edges, else float32.
-          For an empty batch, or if all targets are ignored, "sum" returns 0 and "mean" returns
-          NaN, as in torch.
+    Parameters and shapes as :class:`HierarchicalSoftmaxLoss`. The candidates of a query that is not
+    finite are unspecified.
 
     Raises:
         ValueError: an option is out of range; beam is below num_candidates; routed=True with a tree
@@ -175,23 +166,23 @@ class BeamTreeLoss(TreeLoss):
             check_generator(self._name, generator)
         if not self.training:
             return self.exact(input, target)
-        self._queries(input, self._given(input, target))
+        self._queries(input, self._check_tensors(input, target))
         self._check_step()
         weight, bias, tree, layer_sizes = self.edges.weight, self.edges.bias, self.tree.tables(
         ), self.tree.layer_sizes
         steps: Optional[Tensor] = self.steps
         if not torch.jit.is_scripting():
-            steps = self._counted_steps()
+            steps = self._find_step_counter()
         noise_text, options = self.noise.describe(), self._step_options
         if noise_text != "":
             return torch.ops.xsoftmax.beam_tree_step(input, weight, bias, target, tree, layer_sizes,
                                                      self.noise.state_tensors(), noise_text,
                                                      options, generator, steps, self.weight)
-        queries, counted = torch.ops.xsoftmax.tree_queries(input, target, weight, bias, tree,
-                                                           self.ignore_index, self.weight)
-        found = self._candidates(queries, generator)
-        noise = self.noise.sample_outside(queries, found, counted, generator)
-        ids, log_count = torch.ops.xsoftmax.always_scored_set(found)
+        queries, sampler_target = torch.ops.xsoftmax.tree_queries(input, target, weight, bias, tree,
+                                                                  self.ignore_index, self.weight)
+        candidate_ids = self._candidates(queries, generator)
+        noise = self.noise.sample_outside(queries, candidate_ids, sampler_target, generator)
+        ids, log_count = torch.ops.xsoftmax.always_scored_set(candidate_ids)
         # Count the step last: an error above leaves the counter unchanged.
         torch.ops.xsoftmax.beam_tree_count_step_(weight, bias, tree, layer_sizes, steps, options)
         target_log_count: List[Optional[Tensor]] = [None, noise.target_log_count]
@@ -252,13 +243,13 @@ class BeamTreeLoss(TreeLoss):
 
         Arguments, shapes and errors as :meth:`forward`.
         """
-        self._table_queries(input, self._given(input, target))
+        self._table_queries(input, self._check_tensors(input, target))
         return torch.ops.xsoftmax.tree_cross_entropy(input,
                                                      self.edges.weight, self.edges.bias, target,
                                                      self.tree.tables(), self.tree.layer_sizes,
                                                      self.weight, self._options)
 
-    def _along_paths(self, edges: Tensor, dim: int) -> Tensor:
+    def _sum_along_paths(self, edges: Tensor, dim: int) -> Tensor:
         """Sums values of edges, along dimension `dim`, over the path to each class. In the result
         that dimension has size N."""
         return torch.ops.xsoftmax.tree_class_scores(edges, self.tree.parent, self.tree.class_node,
@@ -275,7 +266,7 @@ class BeamTreeLoss(TreeLoss):
         return [self.steps]
 
     @torch.jit.unused
-    def _counted_steps(self) -> Optional[Tensor]:
+    def _find_step_counter(self) -> Optional[Tensor]:
         """Returns the step counter, or None if the step is not counted: under
         torch.func.functional_call, which replaces the edges, and in a compiled graph."""
         return self.steps if isinstance(
@@ -306,28 +297,15 @@ class BeamTreeLoss(TreeLoss):
         """
         self.catch_up()
         bias = self.edges.bias
-        return self._along_paths(self.edges.weight,
-                                 0), None if bias is None else self._along_paths(bias, 0)
+        return self._sum_along_paths(self.edges.weight,
+                                     0), None if bias is None else self._sum_along_paths(bias, 0)
 
     @torch.jit.export
     def scores(self, input: Tensor) -> Tensor:
-        """Computes the scores of all classes.
-
-        The result and the scores of all edges are in memory at once.
-
-        Args:
-            input: [*, D], in the dtype of the edges.
-
-        Returns:
-            [*, N]; float64 for float64 edges, else float32.
-
-        Raises:
-            ValueError: `input` does not have shape [*, D].
-            TypeError: `input` has another dtype than the edges.
-        """
-        scores = torch.ops.xsoftmax.linear_scores(self._table_queries(input, None),
-                                                  self.edges.weight, self.edges.bias)
-        return self._along_paths(scores, 1).reshape(list(input.shape[:-1]) + [self.num_classes])
+        """Computes the scores of all classes: input [*, D] -> [*, N]. Memory, dtypes and errors as
+        :meth:`HierarchicalSoftmaxLoss.log_prob`."""
+        return self._sum_along_paths(self._edge_scores(input),
+                                     1).reshape(list(input.shape[:-1]) + [self.num_classes])
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
@@ -360,15 +338,15 @@ class BeamTreeLoss(TreeLoss):
                 not int64.
             IndexError: an id of `exclude` is not in [0, N) or -1 (checked on the CPU).
         """
-        k = self._best(k)
+        k = self._check_k(k)
         width = max(k, self.beam) if width is None else width
         if width < k:
             raise ValueError(f"{self._name}: expected width of at least k={k}, got {width}")
         scores, classes = torch.ops.xsoftmax.beam_search(
             self._table_queries(input, None), self.edges.weight, self.edges.bias,
             self.tree.first_child, self.tree.node_class,
-            max(width, self._with_excluded(k, input, exclude)))
-        return self._without_excluded(scores, classes, k, input, exclude)
+            max(width, self._add_excluded(k, input, exclude)))
+        return self._drop_excluded(scores, classes, k, input, exclude)
 
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:

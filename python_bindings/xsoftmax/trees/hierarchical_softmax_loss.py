@@ -82,7 +82,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
             self._check_step()
         else:
             self.catch_up()
-        self._queries(input, self._given(input, target))
+        self._queries(input, self._check_tensors(input, target))
         return torch.ops.xsoftmax.hierarchical_softmax_loss(input, self.edges.weight,
                                                             self.edges.bias, target,
                                                             self.tree.tables(),
@@ -112,10 +112,8 @@ class HierarchicalSoftmaxLoss(TreeLoss):
             ValueError: `input` does not have shape [*, D].
             TypeError: `input` has another dtype than the edges.
         """
-        edges = torch.ops.xsoftmax.linear_scores(self._table_queries(input, None),
-                                                 self.edges.weight, self.edges.bias)
-        log_prob = torch.ops.xsoftmax.hierarchical_log_prob(edges, self.tree.parent,
-                                                            self.tree.class_node,
+        log_prob = torch.ops.xsoftmax.hierarchical_log_prob(self._edge_scores(input),
+                                                            self.tree.parent, self.tree.class_node,
                                                             self.tree.layer_sizes)
         return log_prob.reshape(list(input.shape[:-1]) + [self.num_classes])
 
@@ -137,11 +135,11 @@ class HierarchicalSoftmaxLoss(TreeLoss):
         Raises:
             ValueError, TypeError, IndexError: as :meth:`LinearLoss.topk`
         """
-        k = self._best(k)
+        k = self._check_k(k)
         values, classes = torch.ops.xsoftmax.hierarchical_topk(
             self._table_queries(input, None), self.edges.weight, self.edges.bias,
-            self.tree.first_child, self.tree.node_class, self._with_excluded(k, input, exclude))
-        return self._without_excluded(values, classes, k, input, exclude)
+            self.tree.first_child, self.tree.node_class, self._add_excluded(k, input, exclude))
+        return self._drop_excluded(values, classes, k, input, exclude)
 
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .._core import long_work
 from .._core.checks import as_tensor, check_count
-from .._core.files import open_regular, replaced
-from .._core.memory import moved_table
+from .._core.files import open_regular, replace_file
+from .._core.memory import move_table
 from .._core.options import option_text
 from .._core.ranks import SingleProcess, digest, ranks_of
 from .._core.sparse import canonical, sparse_tensors, tensor_of
@@ -80,18 +80,18 @@ class LabelTree(Module):
         tables: Dict[str, Any] = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, table in tables.items():
-            self._buffers[name] = moved_table("LabelTree", table, self._buffers[name])
+            self._buffers[name] = move_table("LabelTree", table, self._buffers[name])
         return self
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str,
                               local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
                               unexpected_keys: List[str], error_msgs: List[str]) -> None:
         tables: Dict[str, Any] = {name: state_dict.get(prefix + name) for name in self._buffers}
-        whole = all(
+        is_complete = all(
             isinstance(table, Tensor) and table.shape == getattr(self, name).shape
             and table.dtype == torch.int64 and not table.is_meta for name, table in tables.items())
-        if whole:
-            problem = _problem(list(tables.values()))
+        if is_complete:
+            problem = _find_problem(list(tables.values()))
             if problem:
                 error_msgs.append(f"LabelTree: expected {prefix}* to hold a tree, got {problem}")
                 return
@@ -114,8 +114,8 @@ class LabelTree(Module):
                 class, a class that is missing or occurs twice, or a wrong shape.
             TypeError: parents or classes are not int64 numbers.
         """
-        known = None if classes is None else _int64("from_parents", "classes", classes)
-        return LabelTree._of((_int64("from_parents", "parents", parents), known))
+        class_ids = None if classes is None else _as_int64("from_parents", "classes", classes)
+        return LabelTree._from_nodes((_as_int64("from_parents", "parents", parents), class_ids))
 
     @staticmethod
     def from_nested(nested: Nested) -> "LabelTree":
@@ -132,20 +132,21 @@ class LabelTree(Module):
         """
         parents: List[int] = []
         classes: List[int] = []
-        open_, seen = [(nested, -1)], set()
-        for part, parent in open_:  # the loop appends to open_
+        queue, list_ids = [(nested, -1)], set()
+        for part, parent in queue:  # the loop appends to it
             node = len(parents)
             parents.append(parent)
             if isinstance(part, (list, tuple)):
                 if not part:
                     raise ValueError("LabelTree.from_nested: expected lists that hold something, "
                                      "got an empty one")
-                if id(part) in seen:  # a list inside itself would never end; else a class repeats
+                if id(part
+                      ) in list_ids:  # a list inside itself would never end; else a class repeats
                     raise ValueError("LabelTree.from_nested: expected each list in one place, got "
                                      "one that is in two, or within itself")
-                seen.add(id(part))
+                list_ids.add(id(part))
                 classes.append(-1)
-                open_.extend((child, node) for child in part)
+                queue.extend((child, node) for child in part)
             elif isinstance(part, int) and not isinstance(part, bool):
                 if not 0 <= part < 2**63:
                     raise ValueError("LabelTree.from_nested: expected classes in [0, 2^63), got "
@@ -176,8 +177,8 @@ class LabelTree(Module):
         if isinstance(order, (int, np.integer)) and not isinstance(order, bool):
             order = torch.arange(
                 check_count("LabelTree.balanced", "the number of classes", order, 1))
-        order = _int64("balanced", "order", order)  # type: ignore[arg-type]
-        return LabelTree._of(
+        order = _as_int64("balanced", "order", order)  # type: ignore[arg-type]
+        return LabelTree._from_nodes(
             torch.ops.xsoftmax.label_tree_balanced(
                 order, check_count("LabelTree.balanced", "arity", arity, None)))
 
@@ -248,10 +249,11 @@ class LabelTree(Module):
         }
         if leaf_size > 0 and getattr(vectors, "format", None) is not None:
             ranks = ranks_of(owner, group)
-            rows = ranks.do(lambda: sparse_tensors(canonical(owner, "vectors", vectors), owner))
-            ranks.check_alike(
+            rows = ranks.run_together(
+                lambda: sparse_tensors(canonical(owner, "vectors", vectors), owner))
+            ranks.check_equal(
                 lambda: {"vectors": f"{list(vectors.shape)} (digest {digest(*rows)})", **options})
-            return LabelTree._of_clusters(rows, vectors.shape[1], options, generator, ranks)
+            return LabelTree._from_clusters(rows, vectors.shape[1], options, generator, ranks)
         if group is not None:
             raise TypeError(f"{owner}: expected max_leaf_size and a scipy sparse matrix beside "
                             f"group, got {type(vectors).__name__}" +
@@ -262,29 +264,29 @@ class LabelTree(Module):
             raise TypeError(f"{owner}: expected vectors as a tensor, an array or, beside "
                             "max_leaf_size, a scipy sparse matrix, "
                             f"got {type(vectors).__name__}")
-        return LabelTree._of(
-            long_work.run("tree", torch.ops.xsoftmax.label_tree_from_vectors, _seed(generator),
+        return LabelTree._from_nodes(
+            long_work.run("tree", torch.ops.xsoftmax.label_tree_from_vectors, _draw_seed(generator),
                           vectors, option_text(**options)))
 
     @staticmethod
-    def _of_clusters(rows: Tuple[Tensor, Tensor,
-                                 Tensor], features: int, options: Dict[str, Union[int, bool]],
-                     generator: Optional[torch.Generator], ranks: SingleProcess) -> "LabelTree":
+    def _from_clusters(rows: Tuple[Tensor, Tensor,
+                                   Tensor], features: int, options: Dict[str, Union[int, bool]],
+                       generator: Optional[torch.Generator], ranks: SingleProcess) -> "LabelTree":
         """Builds the tree of clusters. rows, features and options are the same on all ranks."""
         arity, iterations, leaf_size, spherical = options.values()
-        seed, ops = ranks.first(_seed(generator)), torch.ops.xsoftmax
+        seed, ops = ranks.share_first(_draw_seed(generator)), torch.ops.xsoftmax
         if ranks.size == 1:
-            return LabelTree._of(
+            return LabelTree._from_nodes(
                 long_work.run("tree", ops.label_tree_clusters, seed, *rows, features, arity,
                               leaf_size, iterations, spherical))
         order, cuts, text = torch.arange(len(rows[0]) - 1,
                                          dtype=torch.int32), torch.tensor(0), option_text(**options)
         while cuts >= 0:
-            share, cuts = ranks.do(
+            share, cuts = ranks.run_together(
                 lambda: long_work.run("tree", ops.label_tree_cuts, seed, rows, features, order,
                                       int(cuts), ranks.rank, ranks.size, text))
             order = ranks.sum(share)
-        return LabelTree._of(ops.label_tree_of_clusters(order, arity, leaf_size))
+        return LabelTree._from_nodes(ops.label_tree_of_clusters(order, arity, leaf_size))
 
     @staticmethod
     def from_frequencies(counts: Numbers, subsets: int) -> "LabelTree":
@@ -300,7 +302,7 @@ class LabelTree(Module):
             TypeError: counts are not numbers, or subsets is not an int.
         """
         subsets = check_count("LabelTree.from_frequencies", "subsets", subsets, None)
-        return LabelTree._of(
+        return LabelTree._from_nodes(
             torch.ops.xsoftmax.label_tree_equal_mass(
                 as_tensor("LabelTree.from_frequencies", "counts", counts), subsets))
 
@@ -318,12 +320,12 @@ class LabelTree(Module):
             TypeError: counts are not numbers, or arity is not an int.
         """
         arity = check_count("LabelTree.huffman", "arity", arity, None)
-        return LabelTree._of(
+        return LabelTree._from_nodes(
             torch.ops.xsoftmax.label_tree_huffman(as_tensor("LabelTree.huffman", "counts", counts),
                                                   arity))
 
     @staticmethod
-    def _of(nodes: Tuple[Tensor, Optional[Tensor]]) -> "LabelTree":
+    def _from_nodes(nodes: Tuple[Tensor, Optional[Tensor]]) -> "LabelTree":
         return LabelTree(*torch.ops.xsoftmax.label_tree(*nodes))
 
     @torch.jit.unused
@@ -342,7 +344,7 @@ class LabelTree(Module):
             IsADirectoryError, ValueError: ``path`` is a folder, or a FIFO, socket or device.
             OSError, RuntimeError: the file cannot be written.
         """
-        with replaced("LabelTree.save", path) as draft:
+        with replace_file("LabelTree.save", path) as draft:
             torch.save(self.state_dict(), draft)
 
     @staticmethod
@@ -372,10 +374,11 @@ class LabelTree(Module):
             raise ValueError("LabelTree.load: expected a file of LabelTree.save, got another one: "
                              f"{path}")
         tables = [state[name] for name in names]
-        plain = all(table.layout == torch.strided and not table.is_meta and table.is_contiguous()
-                    for table in tables)
+        is_plain = all(
+            table.layout == torch.strided and not table.is_meta and table.is_contiguous()
+            for table in tables)
         # an expanded tensor can store one number and claim any size
-        problem = _problem(tables) if plain else "tables that are not dense and contiguous"
+        problem = _find_problem(tables) if is_plain else "tables that are not dense and contiguous"
         if problem:
             raise ValueError(f"LabelTree.load: expected a tree, got {problem}: {path}")
         return LabelTree(*tables)
@@ -416,11 +419,11 @@ class LabelTree(Module):
         return plot_tree(self, names, ax)
 
 
-def _seed(generator: Optional[torch.Generator]) -> Tensor:
+def _draw_seed(generator: Optional[torch.Generator]) -> Tensor:
     return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, generator=generator)
 
 
-def _problem(tables: List[Tensor]) -> str:
+def _find_problem(tables: List[Tensor]) -> str:
     """Returns why the tables do not form a tree, or "" if they do."""
     try:
         torch.ops.xsoftmax.check_label_tree(tables)
@@ -429,7 +432,7 @@ def _problem(tables: List[Tensor]) -> str:
     return ""
 
 
-def _int64(name: str, argument: str, values: Union[Tensor, Sequence[int]]) -> Tensor:
+def _as_int64(name: str, argument: str, values: Union[Tensor, Sequence[int]]) -> Tensor:
     try:
         tensor = torch.as_tensor(values)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:

@@ -38,11 +38,16 @@ class TreeLoss(TableModule):
         tables: List[Optional[Tensor]] = [self.edges.weight, self.edges.bias]
         return tables
 
-    def _other_table(self, state_dict: Dict[str, Any], prefix: str) -> List[str]:
-        saved, rows = state_dict.get(prefix + "edges.weight"), self.edges.weight
-        if not isinstance(saved, Tensor) or len(saved) == len(rows):
+    def _edge_scores(self, input: Tensor) -> Tensor:
+        """Computes the scores of all edges: input [*, D] -> [Q, E]."""
+        return torch.ops.xsoftmax.linear_scores(self._table_queries(input, None), self.edges.weight,
+                                                self.edges.bias)
+
+    def _explain_table_size(self, state_dict: Dict[str, Any], prefix: str) -> List[str]:
+        saved_rows, rows = state_dict.get(prefix + "edges.weight"), self.edges.weight
+        if not isinstance(saved_rows, Tensor) or len(saved_rows) == len(rows):
             return []
-        got = f"expected a checkpoint of a tree of {len(rows)} edges, got one of {len(saved)}"
+        got = f"expected a checkpoint of a tree of {len(rows)} edges, got one of {len(saved_rows)}"
         hint = ("make the loss with the tree that was saved, xs.LabelTree(first_child, parent, "
                 "node_class, class_node) of the checkpoint's tree.*")
         return [f"{self._name}: {got}: {hint}"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import xsoftmax as xs
-from traced_losses import KINDS, OTHERS, TRACED
+from traced_losses import KINDS, OTHERS, TRACED, Predictions
 from xsoftmax.samplers.static import SCALARS
 
 DEVICE = os.environ.get("XSOFTMAX_TEST_DEVICE", "cuda" if torch.cuda.is_available() else "cpu")
@@ -125,15 +125,6 @@ def test_compiled_steps_and_predictions_equal_eager_ones(name, mode):
                     predicted(call, loss, predict, seed),
                     predicted(call, eager, lambda *inputs: call.predict(eager, *inputs), seed),
                 )
-
-
-class Predictions(torch.nn.Module):
-    def __init__(self, call, loss):
-        super().__init__()
-        self.call, self.loss = call, loss
-
-    def forward(self, *inputs):
-        return self.call.predict(self.loss, *inputs)
 
 
 def same_twice(found, module, inputs):

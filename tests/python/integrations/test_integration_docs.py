@@ -1,10 +1,8 @@
 """The programs of docs/howto/integrations.md.
 
-Each runs before and after its change, at most five statements change, and the exact loss trains
-like the plain program.
+Each runs before and after its change, and the exact loss trains like the plain program.
 """
 
-import ast
 import logging
 import os
 import re
@@ -23,7 +21,6 @@ PROGRAMS = {
     "peft_head": ("peft", "accelerate"), "lightning_words": ("lightning",),
     "accelerate_words": ("accelerate",), "fsdp2": (), "text_labels": ()
 }
-MOST_STATEMENTS = 5
 
 
 def side(diff, sign):
@@ -94,28 +91,6 @@ def test_a_program_runs_and_trains_like_the_plain_program(name, diff, folder, mo
     assert ours != names["losses"]  # exact() replaced the loss
 
 
-def statements(program):
-    """Returns the simple statements of a program, whatever their layout."""
-    return [
-        ast.dump(node) for node in ast.walk(ast.parse(program))
-        if isinstance(node, ast.stmt) and not hasattr(node, "body")
-    ]
-
-
-@pytest.mark.parametrize("name, diff", list(zip(PROGRAMS, DIFFS)), ids=list(PROGRAMS))
-def test_at_most_five_statements_change(name, diff):
-    before = statements(side(diff, "-"))
-    changed = [each for each in statements(side(diff, "+")) if each not in before]
-    assert 1 <= len(changed) <= MOST_STATEMENTS
-
-
-@pytest.mark.parametrize("name, diff", list(zip(PROGRAMS, DIFFS)), ids=list(PROGRAMS))
-def test_example_files_equal_the_programs_of_the_page(name, diff):
-    """Only the layout may differ, since lines of the page are shorter."""
-    file = (ROOT / f"examples/integrations/{name}.py").read_text()
-    assert statements(file.split('"""\n\n', 1)[1]) == statements(side(diff, "+"))
-
-
 def test_recbole_with_the_exact_loss_trains_like_recbole(folder, monkeypatch):
     needs("recbole", "pandas")
     import numpy as np
@@ -133,9 +108,8 @@ def test_recbole_with_the_exact_loss_trains_like_recbole(folder, monkeypatch):
     assert ours != sampled and len(sampled) >= 3 and all(torch.tensor(sampled).isfinite())
 
 
-def test_every_example_file_is_on_the_page():
-    assert len(DIFFS) == len(PROGRAMS) == -1 + len(
-        list((ROOT / "examples/integrations").glob("*.py")))
+def test_every_program_of_the_page_is_tested():
+    assert len(DIFFS) == len(PROGRAMS)
 
 
 def test_the_metrics_program_runs(folder):
@@ -144,10 +118,3 @@ def test_the_metrics_program_runs(folder):
         "xsoftmax[integrations]")
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert 0 <= run(program)["value"] < 0.1  # random predictions among 5,000 classes
-
-
-def test_the_page_names_the_versions_of_the_extra():
-    pins = re.search(r"^integrations = \[(.*)\]", (ROOT / "pyproject.toml").read_text(),
-                     re.MULTILINE).group(1)
-    found = re.findall(r'"(\w+)==(\d+\.\d+)\.', pins)
-    assert len(found) == 5 and all(f"{name} {version}" in PAGE for name, version in found)

@@ -323,7 +323,7 @@ def test_with_reduction_equals_a_loss_with_that_reduction(kind, reduction, train
     other.train(training)
     input, target = torch.randn(7, D), torch.randint(N, (7,))
     values = []
-    for each in (loss._with_reduction(reduction), other, loss):
+    for each in (loss._copy_with_reduction(reduction), other, loss):
         torch.manual_seed(3)
         values.append(each(input, target))
     torch.testing.assert_close(values[0], values[1])

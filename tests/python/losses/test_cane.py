@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import xsoftmax as xs
-from cane_checks import REDUCTIONS, naive
+from cane_checks import REDUCTIONS, check_against_formula, naive
 from sampler_checks import check_scripted_compiled_and_saved
-from score_checks import assert_same_gradients
 from xsoftmax import CaneLoss
 from xsoftmax.samplers import (CandidateSet, InBatchSampler, MidxSampler, StaticSampler,
                                UniformSampler, UnigramSampler)
@@ -54,14 +53,8 @@ def test_equals_the_formula(source, noise, bias, noise_reduction):
                                       torch.Generator().manual_seed(1))
     sets = [sorted(set((own[q] if own.dim() == 2 else own).tolist())) for q in range(Q)]
     assert any(y in s for y, s in zip(target.tolist(), sets)) or source == "none"
-    want = naive(loss.linear(input), target, sets, drawn.ids,
-                 drawn.log_count.double() - math.log(3),
-                 drawn.target_log_count.double() - math.log(3), noise_reduction)
-    torch.testing.assert_close(got, want)
-    leaves = (input, *loss.parameters())
-    ways = torch.randn(Q, dtype=torch.float64)
-    assert_same_gradients(torch.autograd.grad(got @ ways, leaves),
-                          torch.autograd.grad(want @ ways, leaves))
+    check_against_formula(got, loss.linear(input), target, sets, drawn, noise_reduction,
+                          (input, *loss.parameters()))
 
 
 @pytest.mark.parametrize("noise_reduction", REDUCTIONS)

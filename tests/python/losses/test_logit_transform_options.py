@@ -149,7 +149,7 @@ def test_steps_without_scores_refuse_the_options():
 
 def test_an_estimator_in_python_gets_transformed_logits():
     name = "test_logit_transforms"
-    if name not in xs.estimators._REGISTERED:
+    if name not in xs.estimators._PYTHON_ESTIMATORS:
         xs.register_estimator(name, lambda batch: batch.adjusted.logsumexp(1) - batch.target,
                               weighs=True)
     input, _, _, target = problem(dtype=torch.float64)

@@ -233,7 +233,7 @@ def test_the_sampled_loss_and_its_gradients(sampler, estimator, removes, positiv
                                      remove_accidental_hits=removes, positives=positives, bias=True,
                                      head_classes=head, reduction="none", dtype=torch.float64)
         input, target = batch()
-        queries, counted = loss._counted(input, target)
+        queries, counted = loss._prepare_sampling(input, target)
         loss.sampler.prepare(loss.linear.weight, loss.linear.bias)
         sets = loss.propose(queries, counted, torch.Generator().manual_seed(2))
         got, want = loss._loss(input, target, sets), reference(loss, input, target, sets, positives,

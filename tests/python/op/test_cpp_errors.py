@@ -98,14 +98,3 @@ def test_a_wrong_constructor_call_gives_one_short_error(messages, number, call):
     assert len(errors[0]) <= MOST_LINES, text
     assert WRONG[call] in text, "the message shows the line of the program"
     assert "expected: " in text or "predict" in WRONG[call], "the message names the parameters"
-
-
-def test_deleted_constructors_name_what_they_expect():
-    """A compiler quotes one line of a header, so the parameters are in a comment on that line."""
-    headers = "".join(path.read_text() for path in (ROOT / "include/xsoftmax").glob("*.h"))
-    refusing = re.findall(r"\.\.\.\)\s*=\s*delete;.*", headers)
-    assert len(refusing) > 20
-    assert [
-        line for line in refusing if not re.fullmatch(r"\.\.\.\) =\s+delete; // expected: .+", line)
-    ] == []
-    assert "TORCH_MODULE(" not in headers, "TORCH_MODULE forwards any arguments"

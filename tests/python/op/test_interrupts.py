@@ -14,7 +14,7 @@ import torch
 
 import xsoftmax as xs
 from xsoftmax._core import long_work
-from xsoftmax._core.files import replaced
+from xsoftmax._core.files import replace_file
 
 KINDS = [
     "tree", "tree_of_sparse_vectors", "xr_linear", "xr_linear_predict", "midx", "training_step",
@@ -138,7 +138,7 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path):
     path = tmp_path / "tree"
     xs.LabelTree.balanced(30).save(path)
     before = path.read_bytes()
-    with pytest.raises(KeyboardInterrupt), replaced("save", path) as draft:
+    with pytest.raises(KeyboardInterrupt), replace_file("save", path) as draft:
         Path(draft).write_bytes(b"half")
         raise KeyboardInterrupt
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

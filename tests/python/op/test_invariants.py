@@ -10,7 +10,6 @@ import xsoftmax as xs
 from combinations import COMBINATIONS, D, N, Q
 
 each = pytest.mark.parametrize("made", COMBINATIONS.values(), ids=COMBINATIONS.keys())
-CLOSE = dict(rtol=1e-6, atol=1e-9)
 
 
 def generator(seed=5):

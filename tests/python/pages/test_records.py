@@ -100,15 +100,6 @@ def test_wrapped_commands_of_records_are_valid_shell(records):
     assert ":::{dropdown} The 3 commands" in pages.commands({"command": "one\ntwo\nthree"})
 
 
-def test_tables_of_experiments_come_from_records():
-    for page in sorted((DOCS / "experiments").glob("*.md")):
-        text = re.sub(r"^```(?!\{record\}).*?^```$", "", page.read_text(),
-                      flags=re.DOTALL | re.MULTILINE)
-        typed = re.findall(r"^\|.*\|$", text, re.MULTILINE)
-        assert not typed, f"{page.name}: expected tables by {{record}}, got {typed[:1]}"
-        assert page.stem == "index" or "```{record} " in text
-
-
 @pytest.mark.slow
 def test_tables_of_examples_become_a_record(records, monkeypatch, tmp_path, capsys):
     examples = importlib.import_module("example_tables")
@@ -209,7 +200,6 @@ def test_gpu_figures_in_pages_equal_their_records():
         for record in records:
             assert record["commit"][:7] in text and record["date"] in text
             assert record["machine"]["torch"].partition("+")[0] in text
-        assert "not been measured again" in text
         figure = r"(?<![\d.])([\d,]*\d\.\d+|[\d,]+(?= MB))(?: ms| MB| with| \||:)"
         for number in re.findall(figure, text):
             number = number.replace(",", "")

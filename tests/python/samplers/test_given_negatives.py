@@ -94,10 +94,10 @@ def test_counts_of_negatives_and_private_draws_add_up(sampler, estimator):
     loss, (input, target) = loss_of(PRIVATE[sampler](), estimator), batch()
     negatives = torch.randint(-1, N, (Q, P), generator=torch.Generator().manual_seed(3))
     negatives[:, 0] = torch.where(target >= 0, target, 0)  # accidental hits
-    queries, counted = loss._counted(input, target)
+    queries, counted = loss._prepare_sampling(input, target)
     loss.sampler.prepare(loss.linear.weight, None)
-    given = loss._given_set(input, negatives, None)
-    sets = loss._beside(given, queries, counted, torch.Generator().manual_seed(5))
+    given = loss._make_negative_set(input, negatives, None)
+    sets = loss._draw_with_negatives(given, queries, counted, torch.Generator().manual_seed(5))
     of_target = torch.zeros(Q, dtype=torch.float64)
     for number, one in enumerate(sets):
         ids = one.ids.expand(Q, -1) if one.ids.dim() == 1 else one.ids
@@ -154,7 +154,8 @@ def test_negatives_with_log_counts(estimator):
     if got is None:  # estimators that correct the target need its count
         loss = loss_of(samplers.UniformSampler(N, 4), estimator)
         got = call(loss, input, target, negatives=negatives, negative_log_count=log_count)
-        sets = loss.propose(*loss._counted(input, target), torch.Generator().manual_seed(5))
+        sets = loss.propose(*loss._prepare_sampling(input, target),
+                            torch.Generator().manual_seed(5))
     else:
         loss, sets = loss_of(None, estimator), []
     one = samplers.CandidateSet(negatives.clamp_min(0),

@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from score_checks import assert_same_gradients
+
 REDUCTIONS = ["mean_of_logs", "log_of_mean"]
 
 
@@ -30,3 +32,18 @@ def naive(scores, target, sets, noise, log_q, target_log_q, noise_reduction):
             others = draws if y in inside else torch.cat([at_target, draws[1:]])
             losses.append(torch.cat([own, others - math.log(n)]).logsumexp(0) - s[y])
     return torch.stack(losses)
+
+
+def check_against_formula(got, scores, target, sets, noise, noise_reduction, leaves):
+    """Checks CANE losses [Q], and their gradients with respect to `leaves`, against :func:`naive`.
+
+    `scores` [Q, N] are those of all classes, and `noise` is the drawn set.
+    """
+    log_draws = math.log(noise.ids.shape[-1])
+    want = naive(scores, target, sets, noise.ids,
+                 noise.log_count.double() - log_draws,
+                 noise.target_log_count.double() - log_draws, noise_reduction)
+    torch.testing.assert_close(got, want)
+    directions = torch.randn(len(target), dtype=torch.float64)
+    assert_same_gradients(torch.autograd.grad(got @ directions, leaves),
+                          torch.autograd.grad(want @ directions, leaves))

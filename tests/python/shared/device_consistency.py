@@ -44,7 +44,7 @@ sys.path.append(str(Path(__file__).parents[1] / "devices"))
 import test_cuda_device as cuda  # noqa: E402
 import xsoftmax as xs  # noqa: E402
 from combinations import COMBINATIONS, D, N, Q  # noqa: E402
-from traced_losses import TRACED  # noqa: E402
+from traced_losses import TRACED, Predictions  # noqa: E402
 
 torch.autograd.set_multithreading_enabled(False)  # no thread for the fake device
 
@@ -198,15 +198,6 @@ def traced(call, backend):
 
 def compiled(call):
     traced(call, "eager")  # other backends would run the compiled code on the device
-
-
-class Predictions(torch.nn.Module):
-    def __init__(self, call, loss):
-        super().__init__()
-        self.call, self.loss = call, loss
-
-    def forward(self, *inputs):
-        return self.call.predict(self.loss, *inputs)
 
 
 def exported(call):

@@ -7,6 +7,14 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # way once.
 ROUNDING = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
+# Each returns the values of a matrix in a layout that is not contiguous.
+STRIDED = {
+    "transposed": lambda t: t.t().contiguous().t(),
+    "strided rows": lambda t: t.repeat_interleave(2, 0)[::2],
+    "strided columns": lambda t: t.repeat_interleave(2, 1)[:, ::2],
+    "slice": lambda t: torch.cat([t, t], 1)[:, :t.size(1)]
+}
+
 
 def opmath(dtype):
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

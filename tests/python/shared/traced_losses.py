@@ -23,6 +23,16 @@ class Traced:
     exports: bool = True  # can be exported in training mode
 
 
+class Predictions(torch.nn.Module):
+    """Predictions of a loss as a forward pass."""
+    def __init__(self, call, loss):
+        super().__init__()
+        self.call, self.loss = call, loss
+
+    def forward(self, *inputs):
+        return self.call.predict(self.loss, *inputs)
+
+
 def seeded(make):
     def seed_and_make():
         torch.manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 
 import xsoftmax as xs
 from candidate_scores_checks import LAYOUTS, assert_same, coefficient_rounding, ops, plain, problem
-from score_checks import DTYPES, opmath, scores_and_gradients
+from score_checks import DTYPES, STRIDED, opmath, scores_and_gradients
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -56,13 +56,7 @@ def test_strided(impl):
     contiguous."""
     args = problem(6, 12, 8, 3, 4, torch.float64)
     want = scores_and_gradients(plain, *args)
-    layouts = {
-        "transposed": lambda t: t.t().contiguous().t(),
-        "strided rows": lambda t: t.repeat_interleave(2, 0)[::2],
-        "strided columns": lambda t: t.repeat_interleave(2, 1)[:, ::2],
-        "slice": lambda t: torch.cat([t, t], 1)[:, :t.size(1)]
-    }
-    for layout in layouts.values():
+    for layout in STRIDED.values():
         moved = [
             layout(args[0]),
             layout(args[1]), args[2].repeat_interleave(2)[::2],

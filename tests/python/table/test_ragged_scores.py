@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from score_checks import DTYPES, assert_same, opmath, scores_and_gradients
+from score_checks import DTYPES, STRIDED, assert_same, opmath, scores_and_gradients
 
 ops = torch.ops.xsoftmax
 
@@ -103,13 +103,7 @@ def test_strided(impl):
     contiguous."""
     args = problem(12, 8, dtype=torch.float64)
     want = scores_and_gradients(plain, *args)
-    layouts = {
-        "transposed": lambda t: t.t().contiguous().t(),
-        "strided rows": lambda t: t.repeat_interleave(2, 0)[::2],
-        "strided columns": lambda t: t.repeat_interleave(2, 1)[:, ::2],
-        "slice": lambda t: torch.cat([t, t], 1)[:, :t.size(1)]
-    }
-    for layout in layouts.values():
+    for layout in STRIDED.values():
         moved = [layout(args[0]), layout(args[1])] + [t.repeat_interleave(2)[::2] for t in args[2:]]
         assert not any(t.is_contiguous() for t in moved)
         assert_same(scores_and_gradients(ops.ragged_scores, *moved), want, torch.float64)

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 
 import xsoftmax as xs
 from beam_tree_checks import make_tree_loss
-from cane_checks import REDUCTIONS, naive
+from cane_checks import REDUCTIONS, check_against_formula
 from sampler_checks import check_scripted_compiled_and_saved
-from score_checks import assert_same_gradients
 from tree_checks import TREES
 from xsoftmax import BeamTreeLoss, LabelTree
 from xsoftmax.samplers import StaticSampler, UniformSampler
@@ -40,14 +39,8 @@ def test_beam_tree_equals_the_formula(tree, noise, bias, noise_reduction):
     torch.manual_seed(4)
     got = loss(input, target)
     assert 0.1 < xs.metrics.coverage(candidates, target) < 1
-    want = naive(loss.scores(input), target, candidates.tolist(), drawn.ids,
-                 drawn.log_count.double() - math.log(3),
-                 drawn.target_log_count.double() - math.log(3), noise_reduction)
-    torch.testing.assert_close(got, want)
-    leaves = (input, *loss.parameters())
-    ways = torch.randn(Q, dtype=torch.float64)
-    assert_same_gradients(torch.autograd.grad(got @ ways, leaves),
-                          torch.autograd.grad(want @ ways, leaves))
+    check_against_formula(got, loss.scores(input), target, candidates.tolist(), drawn,
+                          noise_reduction, (input, *loss.parameters()))
 
 
 @pytest.mark.parametrize("routed", [False, True])

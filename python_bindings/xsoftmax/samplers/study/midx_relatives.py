@@ -80,7 +80,7 @@ class LearnableMidxSampler(MidxSampler):
     Shapes, dtypes and errors: same as :class:`MidxSampler`.
     """
 
-    _learnt = ("codewords1", "codewords2")
+    _parameter_names = ("codewords1", "codewords2")
     _form = "learnable"
 
     def __init__(self, num_classes: int, dim: int, num_samples: int = 20, *, learn_rows: int = 1024,
@@ -88,10 +88,10 @@ class LearnableMidxSampler(MidxSampler):
         super().__init__(num_classes, dim, num_samples, **others)
         self.learn_rows = check_count(type(self).__name__, "learn_rows", learn_rows, 1)
 
-    def _like(self, excluded: Tensor) -> "LearnableMidxSampler":
-        other: Any = super()._like(excluded)
-        other.learn_rows = self.learn_rows
-        return other
+    def _make_like(self, excluded_ids: Tensor) -> "LearnableMidxSampler":
+        sampler: Any = super()._make_like(excluded_ids)
+        sampler.learn_rows = self.learn_rows
+        return sampler
 
     @torch.jit.export
     def codebook_loss(self, queries: Tensor, weight: Tensor, bias: Optional[Tensor] = None,
