@@ -45,7 +45,7 @@ void check_kmeans(const Tensor& seed, const Tensor& rows, int64_t clusters, int6
   check::same_device(kOp, "seed", seed, "rows", rows);
   TORCH_CHECK_VALUE(clusters >= 1, kOp, ": expected clusters of at least 1, got ", clusters);
   TORCH_CHECK_VALUE(iterations >= 0, kOp, ": expected iterations of at least 0, got ", iterations);
-  if (given(init)) {
+  if (is_defined(init)) {
     check::dim(kOp, "init", *init, 2);
     check::floating(kOp, "init", *init);
     check::size(kOp, "init", *init, 0, clusters, "the clusters");
@@ -161,9 +161,9 @@ Tensor with_restarts(const Tensor& centroids, const Tensor& count, const Tensor&
   }
   const int64_t most = std::min(centroids.size(0), rows.size(0));
   const Tensor turn = is_empty.cumsum(0) - 1,
-               far = rows.index_select(0, std::get<1>(distance.topk(most)));
+               farthest = rows.index_select(0, std::get<1>(distance.topk(most)));
   return at::where(is_empty.logical_and(turn.lt(most)).unsqueeze(1),
-                   far.index_select(0, turn.clamp(0, most - 1)), centroids);
+                   farthest.index_select(0, turn.clamp(0, most - 1)), centroids);
 }
 
 Tensor cluster_sums(const Tensor& rows, const Tensor& index, int64_t clusters) {
@@ -195,16 +195,16 @@ std::tuple<Tensor, Tensor> kmeans_composite(const Tensor& seed, const Tensor& ro
   const Tensor x = rows.to(at::kFloat).contiguous();
   const Tensor inertia = at::zeros({iterations + 1}, x.options().dtype(at::kDouble));
   if (x.size(0) == 0) {
-    return {given(init) ? init->to(at::kFloat, false, true)
-                        : at::zeros({clusters, x.size(1)}, x.options()),
+    return {is_defined(init) ? init->to(at::kFloat, false, true)
+                             : at::zeros({clusters, x.size(1)}, x.options()),
             inertia};
   }
   if (x.is_cpu()) { // on a device this would synchronise; the centroids become NaN instead
     TORCH_CHECK_VALUE(x.isfinite().all().item<bool>(), kOp,
                       ": expected rows that are finite, got an infinity or NaN");
   }
-  Tensor centroids = given(init) ? init->to(at::kFloat, false, true).contiguous()
-                                 : plus_plus_seeds(seed, x, clusters);
+  Tensor centroids = is_defined(init) ? init->to(at::kFloat, false, true).contiguous()
+                                      : plus_plus_seeds(seed, x, clusters);
   for (int64_t i = 0;; ++i) {
     const auto [index, distance] = nearest(x, centroids);
     inertia[i].copy_(distance.to(at::kDouble).mean());
@@ -237,6 +237,6 @@ XSOFTMAX_OPERATORS(m) {
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("kmeans", kmeans_composite); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("kmeans", kmeans_meta); }
 
-XSOFTMAX_AUTOCAST(m) { below_autocast(m, {"kmeans"}); }
+XSOFTMAX_AUTOCAST(m) { disable_autocast(m, {"kmeans"}); }
 
 } // namespace xsoftmax

@@ -25,7 +25,7 @@ constexpr int64_t kTaskElements = 1 << 15; // elements that a parallel task pack
 
 // Operands are packed into 32-bit cells: a cell is a float32 number, or a pair of bfloat16 numbers
 // that are neighbours along the summed dimension. left_rows() returns rows [first, first + rows) of
-// left as [rows, cells]; lay_out_panel() writes columns [first, first + columns) of right as
+// left as [rows, cells]; pack_panel() writes columns [first, first + columns) of right as
 // [cells, columns].
 
 struct Float32Cells {
@@ -53,8 +53,8 @@ struct Float32Cells {
     return buffer.data();
   }
 
-  static void lay_out_panel(float* out, const Tensor& right, int64_t first, int64_t columns,
-                            std::vector<float>&) {
+  static void pack_panel(float* out, const Tensor& right, int64_t first, int64_t columns,
+                         std::vector<float>&) {
     const int64_t terms = right.size(0);
     const float* from = const_data<float>(right);
     if (right.stride(1) == 1 || right.size(1) == 1) {
@@ -73,49 +73,50 @@ struct Bfloat16Cells {
   static constexpr int64_t kTerms = 2;
 
   template <typename Function>
-  static void with_elements(const Tensor& operand, Function&& function) {
+  static void dispatch_elements(const Tensor& operand, Function&& function) {
     operand.scalar_type() == at::kBFloat16 ? function(const_data<Bf16>(operand))
                                            : function(const_data<float>(operand));
   }
 
   static const uint32_t* left_rows(const Tensor& left, int64_t first, int64_t rows,
-                                   std::vector<uint32_t>& buffer, std::vector<uint32_t>& crossed,
-                                   int64_t& stride) {
+                                   std::vector<uint32_t>& buffer,
+                                   std::vector<uint32_t>& transpose_buffer, int64_t& stride) {
     const int64_t terms = left.size(1), pairs = (terms + 1) / 2;
-    const bool along = left.stride(1) == 1 || terms == 1;
-    if (along && left.scalar_type() == at::kBFloat16 && terms % 2 == 0 && left.stride(0) % 2 == 0 &&
-        reinterpret_cast<uintptr_t>(left.const_data_ptr()) % 4 == 0) {
+    const bool rows_contiguous = left.stride(1) == 1 || terms == 1;
+    if (rows_contiguous && left.scalar_type() == at::kBFloat16 && terms % 2 == 0 &&
+        left.stride(0) % 2 == 0 && reinterpret_cast<uintptr_t>(left.const_data_ptr()) % 4 == 0) {
       stride = left.stride(0) / 2;
       return reinterpret_cast<const uint32_t*>(const_data<Bf16>(left) + first * left.stride(0));
     }
     stride = pairs;
     buffer.resize(std::max<size_t>(buffer.size(), rows * pairs));
-    with_elements(left, [&](const auto* from) {
+    dispatch_elements(left, [&](const auto* from) {
       const auto& pack = bf16_pack().of(from);
-      if (along) {
+      if (rows_contiguous) {
         pack.along_rows(buffer.data(), pairs, from + first * left.stride(0), left.stride(0), rows,
                         terms);
       } else {
-        crossed.resize(std::max<size_t>(crossed.size(), rows * pairs));
-        pack.along_columns(crossed.data(), rows, from + first, left.stride(1), terms, rows);
-        pack.transpose(buffer.data(), pairs, crossed.data(), rows, pairs, rows);
+        transpose_buffer.resize(std::max<size_t>(transpose_buffer.size(), rows * pairs));
+        pack.along_columns(transpose_buffer.data(), rows, from + first, left.stride(1), terms,
+                           rows);
+        pack.transpose(buffer.data(), pairs, transpose_buffer.data(), rows, pairs, rows);
       }
     });
     return buffer.data();
   }
 
-  static void lay_out_panel(uint32_t* out, const Tensor& right, int64_t first, int64_t columns,
-                            std::vector<uint32_t>& crossed) {
+  static void pack_panel(uint32_t* out, const Tensor& right, int64_t first, int64_t columns,
+                         std::vector<uint32_t>& transpose_buffer) {
     const int64_t terms = right.size(0), pairs = (terms + 1) / 2;
-    with_elements(right, [&](const auto* from) {
+    dispatch_elements(right, [&](const auto* from) {
       const auto& pack = bf16_pack().of(from);
       if (right.stride(1) == 1 || right.size(1) == 1) {
         pack.along_columns(out, columns, from + first, right.stride(0), terms, columns);
       } else {
-        crossed.resize(std::max<size_t>(crossed.size(), columns * pairs));
-        pack.along_rows(crossed.data(), pairs, from + first * right.stride(1), right.stride(1),
-                        columns, terms);
-        pack.transpose(out, columns, crossed.data(), pairs, columns, pairs);
+        transpose_buffer.resize(std::max<size_t>(transpose_buffer.size(), columns * pairs));
+        pack.along_rows(transpose_buffer.data(), pairs, from + first * right.stride(1),
+                        right.stride(1), columns, terms);
+        pack.transpose(out, columns, transpose_buffer.data(), pairs, columns, pairs);
       }
     });
   }
@@ -140,12 +141,12 @@ bool probe() {
 }
 
 template <typename Cells>
-void block_product(const Tensor& out, const Tensor& given_left, const Tensor& given_right,
+void block_product(const Tensor& out, const Tensor& left_operand, const Tensor& right_operand,
                    bool add) {
   using Cell = typename Cells::Cell;
   using Element = typename Cells::Element;
   constexpr int64_t kTerms = Cells::kTerms, kCellsOfCall = kTermBytes / int64_t(sizeof(Cell));
-  const Tensor left = with_unit_stride(given_left), right = with_unit_stride(given_right);
+  const Tensor left = with_unit_stride(left_operand), right = with_unit_stride(right_operand);
   const int64_t rows = left.size(0), terms = left.size(1), columns = right.size(1),
                 cells = (terms + kTerms - 1) / kTerms;
   if (rows == 0 || columns == 0 || terms == 0) {
@@ -159,11 +160,11 @@ void block_product(const Tensor& out, const Tensor& given_left, const Tensor& gi
   at::parallel_for(0, (columns + kPanel - 1) / kPanel,
                    std::max<int64_t>(1, kTaskElements / (terms * kPanel)),
                    [&](int64_t begin, int64_t end) {
-                     std::vector<Cell> crossed;
+                     std::vector<Cell> transpose_buffer;
                      for (int64_t first = begin * kPanel; first < std::min(end * kPanel, columns);
                           first += kPanel) {
-                       Cells::lay_out_panel(packed + first * cells, right, first,
-                                            std::min(kPanel, columns - first), crossed);
+                       Cells::pack_panel(packed + first * cells, right, first,
+                                         std::min(kPanel, columns - first), transpose_buffer);
                      }
                    });
   float* const to = out.mutable_data_ptr<float>();
@@ -171,11 +172,11 @@ void block_product(const Tensor& out, const Tensor& given_left, const Tensor& gi
   at::parallel_for(
       0, (rows + kRows - 1) / kRows, std::max<int64_t>(1, kTaskWork / (terms * columns * kRows)),
       [&](int64_t begin, int64_t end) {
-        std::vector<Cell> buffer, crossed;
+        std::vector<Cell> buffer, transpose_buffer;
         for (int64_t first = begin * kRows; first < std::min(end * kRows, rows); first += kRows) {
           const int64_t count = std::min(kRows, rows - first);
           int64_t stride = 0;
-          const Cell* from = Cells::left_rows(left, first, count, buffer, crossed, stride);
+          const Cell* from = Cells::left_rows(left, first, count, buffer, transpose_buffer, stride);
           for (int64_t column = 0; column < columns; column += kPanel) {
             const int64_t width = std::min(kPanel, columns - column);
             for (int64_t cell = 0; cell < cells; cell += kCellsOfCall) {

@@ -24,8 +24,8 @@ std::string get_impl_name() { return get_impl() == Impl::Kernel ? "kernel" : "re
 
 std::string cpu_capability() { return cpu_isa_name(cpu_isa()); }
 std::string cpu_products() {
-  float32_blocks_pay(); // throws if its environment variable is invalid
-  return bfloat16_products_pay() ? "bfloat16" : "float32";
+  use_float32_blocks(); // throws if its environment variable is invalid
+  return use_bfloat16_products() ? "bfloat16" : "float32";
 }
 
 } // namespace

@@ -21,7 +21,7 @@ namespace xsoftmax {
 namespace {
 
 constexpr size_t kSmallestBlock = size_t(256) << 10;
-constexpr size_t kMostKept = size_t(64) << 20;
+constexpr size_t kMaxCachedBytes = size_t(64) << 20;
 // malloc allocates blocks of this size with their own mmap, so the advice ends with the block.
 constexpr size_t kSmallestTable = (size_t(32) << 20) + 1;
 
@@ -50,7 +50,7 @@ class BlockCache {
     return {c10::alloc_cpu(bytes), bytes};
   }
 
-  void give(Block block) {
+  void release(Block block) {
     const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock()) {
       return c10::free_cpu(block.data);
@@ -58,7 +58,7 @@ class BlockCache {
     blocks_.push_back(block);
     kept_ += block.bytes;
     size_t dropped = 0;
-    for (; kept_ > kMostKept; ++dropped) {
+    for (; kept_ > kMaxCachedBytes; ++dropped) {
       kept_ -= blocks_[dropped].bytes;
       c10::free_cpu(blocks_[dropped].data);
     }
@@ -81,12 +81,13 @@ BlockCache& block_cache() {
 
 at::Tensor recycled_empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   const size_t bytes = size_t(c10::multiply_integers(sizes)) * options.dtype().itemsize();
-  if (!options.device().is_cpu() || bytes < kSmallestBlock || bytes > kMostKept) {
+  if (!options.device().is_cpu() || bytes < kSmallestBlock || bytes > kMaxCachedBytes) {
     return at::empty(sizes, options);
   }
   const Block block = block_cache().take(bytes);
   return at::from_blob(
-      block.data, sizes, [block](void*) { block_cache().give(block); }, options.device(at::kCPU));
+      block.data, sizes, [block](void*) { block_cache().release(block); },
+      options.device(at::kCPU));
 }
 
 void advise_huge_pages(const at::Tensor& tensor) {

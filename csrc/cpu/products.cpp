@@ -20,26 +20,28 @@ using at::Tensor;
 constexpr int64_t kFewTerms = 4096; // multiply-adds up to which a loop is faster than an ATen call
 constexpr int64_t kRowsOfBlocks = 16; // of left: with fewer, packing costs more than blocks save
 
-// Returns whether to use `yes` instead of `no`: as the environment variable `name` says or, if it
-// is not set, if `yes` is faster on this CPU (`pays`). possible: whether the CPU supports `yes`;
-// why_not: the feature that is missing if it does not.
-bool choose(const char* name, std::string_view yes, std::string_view no, bool possible,
-            const char* why_not, bool pays) {
+// Returns whether to use `enabled_value` instead of `disabled_value`: as the environment variable
+// `name` says or, if it is not set, if `enabled_value` is faster on this CPU (`faster_by_default`).
+// supported: whether the CPU supports `enabled_value`; missing_feature: the feature that is missing
+// if it does not.
+bool choose(const char* name, std::string_view enabled_value, std::string_view disabled_value,
+            bool supported, const char* missing_feature, bool faster_by_default) {
   const char* value = std::getenv(name);
   if (value == nullptr || *value == '\0') {
-    return pays && possible;
+    return faster_by_default && supported;
   }
-  TORCH_CHECK(value == yes || value == no, name, ": expected ", no, " or ", yes, ", got ", value);
-  TORCH_CHECK(value == no || possible, name, ": expected ", no, ", since this CPU has no ", why_not,
-              ", got ", yes);
-  return value == yes;
+  TORCH_CHECK(value == enabled_value || value == disabled_value, name, ": expected ",
+              disabled_value, " or ", enabled_value, ", got ", value);
+  TORCH_CHECK(value == disabled_value || supported, name, ": expected ", disabled_value,
+              ", since this CPU has no ", missing_feature, ", got ", enabled_value);
+  return value == enabled_value;
 }
 
 // The CPUs on which bfloat16 products or float32 blocks are faster: the table in products.h.
-struct Pays {
+struct ProductDefaults {
   bool bfloat16 = false, float32_blocks = false;
 
-  Pays() {
+  ProductDefaults() {
 #ifdef XS_X86
     __builtin_cpu_init();
     if (cpu_isa() == CpuIsa::Avx512) {
@@ -52,15 +54,16 @@ struct Pays {
   }
 };
 
-bool takes_float32_blocks(const Tensor& left, const Tensor& right) {
+bool can_use_float32_blocks(const Tensor& left, const Tensor& right) {
   const auto is_float = [](const Tensor& tensor) {
     return tensor.is_cpu() && tensor.scalar_type() == at::kFloat;
   };
-  return is_float(left) && is_float(right) && left.size(0) >= kRowsOfBlocks && float32_blocks_pay();
+  return is_float(left) && is_float(right) && left.size(0) >= kRowsOfBlocks && use_float32_blocks();
 }
 
-bool takes_float32_blocks(const Tensor& out, const Tensor& left, const Tensor& right) {
-  return out.scalar_type() == at::kFloat && out.stride(1) == 1 && takes_float32_blocks(left, right);
+bool can_use_float32_blocks(const Tensor& out, const Tensor& left, const Tensor& right) {
+  return out.scalar_type() == at::kFloat && out.stride(1) == 1 &&
+      can_use_float32_blocks(left, right);
 }
 
 bool is_small(const Tensor& out, const Tensor& left, const Tensor& right) {
@@ -90,40 +93,42 @@ void small_product(const Tensor& out, const Tensor& left, const Tensor& right, b
 
 } // namespace
 
-bool float32_blocks_pay() {
-  static const bool pay = choose("XSOFTMAX_FLOAT32_PRODUCTS", "blocks", "aten",
-                                 has_float32_blocks(), "kernel for blocks", Pays().float32_blocks);
-  return pay && at::globalContext().userEnabledMkldnn();
+bool use_float32_blocks() {
+  static const bool enabled =
+      choose("XSOFTMAX_FLOAT32_PRODUCTS", "blocks", "aten", has_float32_blocks(),
+             "kernel for blocks", ProductDefaults().float32_blocks);
+  return enabled && at::globalContext().userEnabledMkldnn();
 }
 
-bool bfloat16_products_pay() {
-  static const bool pay = choose("XSOFTMAX_PRODUCTS", "bfloat16", "float32", has_bfloat16_blocks(),
-                                 "bfloat16 dot products", Pays().bfloat16);
-  return pay && at::globalContext().userEnabledMkldnn();
+bool use_bfloat16_products() {
+  static const bool enabled =
+      choose("XSOFTMAX_PRODUCTS", "bfloat16", "float32", has_bfloat16_blocks(),
+             "bfloat16 dot products", ProductDefaults().bfloat16);
+  return enabled && at::globalContext().userEnabledMkldnn();
 }
 
-bool multiplies_bfloat16(const Tensor& table) {
+bool uses_bfloat16_operands(const Tensor& table) {
   const auto dtype = table.scalar_type();
   const bool rounds = dtype == at::kBFloat16 ||
       (dtype == at::kFloat &&
        at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL) ==
            at::Float32Precision::BF16);
-  return rounds && table.is_cpu() && bfloat16_products_pay();
+  return rounds && table.is_cpu() && use_bfloat16_products();
 }
 
-void multiply(const Tensor& given_out, const Tensor& left, const Tensor& right,
+void multiply(const Tensor& out_tensor, const Tensor& left, const Tensor& right,
               ProductOptions options) {
-  Tensor out = given_out;
+  Tensor out = out_tensor;
   if (options.bfloat16) {
     bfloat16_block_product(out, left, right, options.add);
   } else if (is_small(out, left, right)) {
     out.scalar_type() == at::kFloat ? small_product<float>(out, left, right, options.add)
                                     : small_product<double>(out, left, right, options.add);
-  } else if (takes_float32_blocks(out, left, right)) {
+  } else if (can_use_float32_blocks(out, left, right)) {
     float32_block_product(out, left, right, options.add);
   } else if (out.scalar_type() != left.scalar_type() || out.scalar_type() != right.scalar_type()) {
-    const Tensor made = wide_product(left, right, out.scalar_type());
-    options.add ? out.add_(made) : out.copy_(made);
+    const Tensor result = wide_product(left, right, out.scalar_type());
+    options.add ? out.add_(result) : out.copy_(result);
   } else if (options.add) {
     at::addmm_out(out, out, left, right);
   } else {
@@ -144,7 +149,7 @@ Tensor rounded_coefficients(const Tensor& coefficients, const Tensor& table) {
 }
 
 Tensor product(const Tensor& left, const Tensor& right) {
-  if (!takes_float32_blocks(left, right)) {
+  if (!can_use_float32_blocks(left, right)) {
     return at::mm(left, right);
   }
   const Tensor out = at::empty({left.size(0), right.size(1)}, left.options());
@@ -156,7 +161,7 @@ void multiply_in_parts(const Tensor& out, const Tensor& left, const Tensor& righ
                        ProductOptions options, int64_t step) {
   const int64_t size = left.size(1);
   // The sums of these products have a fixed order.
-  if (options.bfloat16 || takes_float32_blocks(out, left, right)) {
+  if (options.bfloat16 || can_use_float32_blocks(out, left, right)) {
     step = std::max<int64_t>(1, size);
   }
   // A product without terms still has to write zeros.

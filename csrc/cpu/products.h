@@ -29,15 +29,15 @@ namespace xsoftmax {
 
 /// Whether bfloat16 products with float32 sums are faster on this CPU than float32 products, by the
 /// table above or its environment variable.
-bool bfloat16_products_pay();
+bool use_bfloat16_products();
 
 /// Whether float32 products use block_product.h on this CPU, chosen as above.
-bool float32_blocks_pay();
+bool use_float32_blocks();
 
-/// Whether products with rows of `table` use bfloat16 operands. True if bfloat16_products_pay() and
+/// Whether products with rows of `table` use bfloat16 operands. True if use_bfloat16_products() and
 /// the table, on CPU, is bfloat16, or float32 under
 /// torch.set_float32_matmul_precision("medium").
-bool multiplies_bfloat16(const at::Tensor& table);
+bool uses_bfloat16_operands(const at::Tensor& table);
 
 struct ProductOptions {
   bool add = false; ///< add to `out` instead of overwriting it

@@ -122,7 +122,7 @@ class EstimatorLoss : public torch::autograd::Function<EstimatorLoss> {
 Tensor estimator_loss_autograd(const Tensor& scores, const Tensor& target,
                                const OptionalTensors& candidates, at::IntArrayRef distinct,
                                std::string_view options) {
-  check::given_tensors(kOp, {{"scores", &scores}, {"target", &target}});
+  check::strided_tensors(kOp, {{"scores", &scores}, {"target", &target}});
   return EstimatorLoss::apply(scores, target, candidates, distinct, options);
 }
 
@@ -166,9 +166,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> candi
   const auto parsed = parse_options<BatchOptions>(op, options);
   check_scores(scores);
   const Proposal sets = make_proposal(op, ids, log_count, target_log_count, distinct);
-  const Candidates candidates = lay_out(sets, scores.sym_size(0), parsed);
+  const Candidates candidates = arrange_columns(sets, scores.sym_size(0), parsed);
   TORCH_CHECK_VALUE(
-      !(parsed.needs_target_count || parsed.corrects_target) || given(candidates.target_log_count),
+      !(parsed.needs_target_count || parsed.corrects_target) ||
+          is_defined(candidates.target_log_count),
       op,
       ": expected target_log_count of the sets that are drawn, with needs_target_count=true where "
       "corrects_target is, got none");
@@ -213,7 +214,7 @@ Tensor candidate_loss(const Tensor& scores, const Tensor& target, const Proposal
       "of both the distinct ones first");
   check::dim(kOp, "scores", scores, 2); // the dtype is checked after autocast
   const Estimator& estimator = find_estimator(kOp, options.estimator);
-  const Candidates candidates = lay_out(sets, scores.sym_size(0), estimator.traits);
+  const Candidates candidates = arrange_columns(sets, scores.sym_size(0), estimator.traits);
   if (estimator.has_kernels()) {
     return estimator_loss(scores, target, candidates, options);
   }
@@ -231,13 +232,13 @@ CandidateBatch make_batch(const Tensor& scores, const Tensor& target, const Cand
   const auto long_options = target.options();
   const Tensor no_ids = at::zeros_symint({queries, 0}, long_options),
                no_count = at::zeros_symint({queries, 0}, scores.options());
-  const Tensor ids =
-      at::cat({given(private_ids) ? *private_ids : no_ids,
-               given(shared_ids) ? shared_ids->expand_symint({queries, shared_width}) : no_ids},
-              1);
+  const Tensor ids = at::cat(
+      {is_defined(private_ids) ? *private_ids : no_ids,
+       is_defined(shared_ids) ? shared_ids->expand_symint({queries, shared_width}) : no_ids},
+      1);
   const auto log_count = [&](const OptionalTensor& count, const c10::SymInt& columns) {
-    return given(count) ? count->to(scores.scalar_type()).expand_symint({queries, columns})
-                        : no_count;
+    return is_defined(count) ? count->to(scores.scalar_type()).expand_symint({queries, columns})
+                             : no_count;
   };
   const Tensor counts = at::cat(
       {log_count(private_log_count, private_width), log_count(shared_log_count, shared_width)}, 1);
@@ -260,7 +261,7 @@ CandidateBatch make_batch(const Tensor& scores, const Tensor& target, const Cand
   }
   Tensor log_weight = at::where(out, -kInfinity, traits.weighs ? -counts : at::zeros_like(counts));
   const Tensor target_log_count =
-      given(count_of_target) ? count_of_target->to(scores.scalar_type()) : Tensor();
+      is_defined(count_of_target) ? count_of_target->to(scores.scalar_type()) : Tensor();
   const Tensor draws = draw.sum(1).to(scores.scalar_type());
   if (remove_drawn_hits && traits.renormalizes && target_log_count.defined()) {
     const Tensor live = out.logical_not().logical_and(drawn).sum(1).to(scores.scalar_type());
@@ -355,12 +356,12 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
   m.impl("estimator_loss", estimator_loss_autocast<c10::DeviceType::CPU>);
-  below_autocast(m, {"estimator_loss_backward"});
+  disable_autocast(m, {"estimator_loss_backward"});
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
   m.impl("estimator_loss", estimator_loss_autocast<c10::DeviceType::CUDA>);
-  below_autocast(m, {"estimator_loss_backward"});
+  disable_autocast(m, {"estimator_loss_backward"});
 }
 
 } // namespace xsoftmax

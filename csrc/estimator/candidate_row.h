@@ -4,8 +4,8 @@
 // code, in the namespace XS_ISA of the file that includes them (cpu/cpu_dispatch.h explains why
 // each instruction set has its own copy).
 //
-// `lanes` is the group of threads that works on a row: one thread (Alone), or on a CUDA device a
-// warp or a block (estimator_lanes.cuh). Each lane handles a subset of the columns:
+// `lanes` is the group of threads that works on a row: one thread (SingleLane), or on a CUDA device
+// a warp or a block (estimator_lanes.cuh). Each lane handles a subset of the columns:
 //
 //     for (int64_t j = lanes.first(begin); j < end; j += Lanes::kStep)
 //
@@ -33,18 +33,18 @@ namespace xsoftmax::XS_ISA {
 namespace {
 
 // A single thread that handles all columns.
-struct Alone {
+struct SingleLane {
   static constexpr int64_t kStep = 1;
   static XS_ROW int64_t first(int64_t begin) { return begin; }
-  static XS_ROW bool leads() { return true; }
+  static XS_ROW bool is_leader() { return true; }
   static XS_ROW void sync() {}
   template <typename T> static XS_ROW T once(T value) { return value; }
   template <typename T> static XS_ROW T sum(T value) { return value; }
   template <typename T> static XS_ROW T largest(T value) { return value; }
   static XS_ROW bool any(bool value) { return value; }
   // Returns the first column in [begin, end) for which `found` is true, or `end`.
-  template <typename Found>
-  static XS_ROW int64_t find(int64_t begin, int64_t end, const Found& found) {
+  template <typename Predicate>
+  static XS_ROW int64_t find(int64_t begin, int64_t end, const Predicate& found) {
     while (begin < end && !found(begin)) {
       ++begin;
     }
@@ -159,10 +159,10 @@ XS_ROW Missing adjust(const Lanes& lanes, T* __restrict out, const T* __restrict
     }
   } else {
     for (int64_t j = lanes.first(0); j < n; j += Lanes::kStep) {
-      const bool gone = log_count[j] == kInfinity<T>;
+      const bool is_zero = log_count[j] == kInfinity<T>;
       const T value = score[j] - (weigh ? log_count[j] : T(0));
-      out[j] = gone ? -kInfinity<T> : value;
-      absent += gone;
+      out[j] = is_zero ? -kInfinity<T> : value;
+      absent += is_zero;
     }
   }
   if (remove_hits) {
@@ -223,10 +223,10 @@ XS_ROW T renormalize(const Lanes& lanes, const LossRows<T>& rows, int64_t q, T* 
 }
 
 // Returns the candidates of query q. buffer: rows.buffer_size() elements, which the result points
-// to. apart: whether to fill score and log_weight also.
+// to. keeps_scores: whether to fill score and log_weight also.
 template <typename Lanes, typename T>
 XS_ROW Row<T> prepare(const Lanes& lanes, const LossRows<T>& rows, int64_t q, T* buffer,
-                      bool apart) {
+                      bool keeps_scores) {
   const int64_t p = rows.private_width, s = rows.shared_width;
   const T* scores = rows.scores + q * rows.stride;
   const T* score = scores + 1;
@@ -270,7 +270,7 @@ XS_ROW Row<T> prepare(const Lanes& lanes, const LossRows<T>& rows, int64_t q, T*
       buffer[first] = -kInfinity<T>;
     }
   }
-  if (apart) {
+  if (keeps_scores) {
     lanes.sync();
     set_log_weight(lanes, log_weight, buffer, private_log_count, factor, rows.distinct_private, p);
     set_log_weight(lanes, log_weight + p, buffer + p, shared_log_count, factor,

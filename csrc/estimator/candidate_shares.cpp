@@ -47,7 +47,7 @@ struct Columns {
   Columns(const char* op, const EstimatorOptions& options, bool has_distinct, bool has_drawn)
       : estimator(find_estimator(op, options.estimator)), traits(estimator.traits),
         distinct(has_distinct), drawn(has_drawn) {
-    TORCH_CHECK_VALUE(estimator.joined.has_value(), op,
+    TORCH_CHECK_VALUE(estimator.combination.has_value(), op,
                       ": expected an estimator whose candidates enter as one sum "
                       "(\"sampled_softmax\", \"ranking\", "
                       "\"nce\", \"negative_sampling\" or \"importance\"), got \"",
@@ -75,9 +75,9 @@ Columns columns_of(const char* op, const EstimatorOptions& options,
 }
 
 // Joins candidates [Q, C] to [Q], as the estimator does.
-Tensor summed(const Estimator& estimator, const Tensor& adjusted) {
-  return *estimator.joined == Joined::LogSumExp ? log_sum(adjusted, 1)
-                                                : at::softplus(adjusted).sum(1);
+Tensor combine_scores(const Estimator& estimator, const Tensor& adjusted) {
+  return *estimator.combination == Combination::LogSumExp ? log_sum(adjusted, 1)
+                                                          : at::softplus(adjusted).sum(1);
 }
 
 } // namespace
@@ -101,37 +101,37 @@ Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Propos
   const Columns columns = columns_of(op, options, distinct);
   EstimatorTraits traits = columns.traits;
   traits.replaces_a_sample = traits.corrects_target = false;
-  const Candidates candidates = lay_out(sets, scores.sym_size(0), traits);
+  const Candidates candidates = arrange_columns(sets, scores.sym_size(0), traits);
   check_columns(op, "scores", scores, target, candidates);
   check::size(op, "scores", scores, 1, candidates.private_width() + candidates.shared_width() + 1,
               "the target, then the private, then the shared candidates");
   traits.renormalizes = false; // loss_of_shares does it, with the samples of all shards
   const CandidateBatch batch =
       make_batch(scores, target, candidates, traits, options.remove_accidental_hits, 0.0);
-  const Tensor here = target.ge(0);
+  const Tensor has_target = target.ge(0);
 
-  std::vector<Tensor> shares{at::where(here, batch.target, 0.0)};
+  std::vector<Tensor> shares{at::where(has_target, batch.target, 0.0)};
   const auto add_constant = [&](const Tensor& values) {
     shares.push_back(values.to(scores.scalar_type()));
   };
   if (columns.counts_target) {
     // Samples of several distributions cannot be renormalised; an infinite count marks this case.
-    const Tensor count = given(candidates.target_log_count)
+    const Tensor count = is_defined(candidates.target_log_count)
         ? candidates.target_log_count->to(scores.scalar_type())
-        : at::full(here.sizes(), kInfinity, scores.options());
-    add_constant(at::where(here, count, 0.0));
+        : at::full(has_target.sizes(), kInfinity, scores.options());
+    add_constant(at::where(has_target, count, 0.0));
   }
-  for (const bool of_draws : {false, true}) {
-    if (!(of_draws ? columns.drawn : columns.distinct)) {
+  for (const bool for_draws : {false, true}) {
+    if (!(for_draws ? columns.drawn : columns.distinct)) {
       continue;
     }
     const bool all = !columns.drawn || !columns.distinct;
-    const auto of_kind = [&](const Tensor& values, double elsewhere) {
-      return all ? values : values.masked_fill(batch.drawn.ne(of_draws), elsewhere);
+    const auto select_columns = [&](const Tensor& values, double elsewhere) {
+      return all ? values : values.masked_fill(batch.drawn.ne(for_draws), elsewhere);
     };
-    shares.push_back(summed(columns.estimator, of_kind(batch.adjusted, -kInfinity)));
+    shares.push_back(combine_scores(columns.estimator, select_columns(batch.adjusted, -kInfinity)));
     if (columns.smooths) {
-      const Tensor weight = of_kind(batch.log_weight.exp(), 0.0);
+      const Tensor weight = select_columns(batch.log_weight.exp(), 0.0);
       shares.push_back(at::where(weight.eq(0), 0.0, weight * batch.score).sum(1));
       add_constant(weight.sum(1));
     }
@@ -156,29 +156,29 @@ Tensor loss_of_shares(const Tensor& shares, const c10::List<bool>& distinct,
   const Tensor score = column().sum(0), count = columns.counts_target ? column().sum(0) : Tensor();
   std::vector<Tensor> sums;
   Tensor weighted, weights; // sums of weight * score and of weight
-  const bool is_log = *columns.estimator.joined == Joined::LogSumExp;
-  for (const bool of_draws : {false, true}) {
-    if (!(of_draws ? columns.drawn : columns.distinct)) {
+  const bool is_log = *columns.estimator.combination == Combination::LogSumExp;
+  for (const bool for_draws : {false, true}) {
+    if (!(for_draws ? columns.drawn : columns.distinct)) {
       continue;
     }
     Tensor sum = column();
     sum = is_log ? log_sum(sum, 0) : sum.sum(0);
-    Tensor of_scores = columns.smooths ? column().sum(0) : Tensor(),
-           of_weights = columns.smooths ? column().sum(0) : Tensor();
-    if (of_draws && columns.renormalizes) {
+    Tensor sum_of_scores = columns.smooths ? column().sum(0) : Tensor(),
+           sum_of_weights = columns.smooths ? column().sum(0) : Tensor();
+    if (for_draws && columns.renormalizes) {
       const Tensor live = column().sum(0), draws = column().sum(0), is_known = count.ne(kInfinity);
       const Tensor others = (draws - count.exp()).clamp_min(0);
       const Tensor factor = at::where(live.gt(0).logical_and(is_known), (others / live).log(), 0.0);
       sum = sum + factor;
       if (columns.smooths) {
-        of_scores = of_scores * factor.exp();
-        of_weights = of_weights * factor.exp();
+        sum_of_scores = sum_of_scores * factor.exp();
+        sum_of_weights = sum_of_weights * factor.exp();
       }
     }
     sums.push_back(sum);
     if (columns.smooths) {
-      weighted = weighted.defined() ? weighted + of_scores : of_scores;
-      weights = weights.defined() ? weights + of_weights : of_weights;
+      weighted = weighted.defined() ? weighted + sum_of_scores : sum_of_scores;
+      weights = weights.defined() ? weights + sum_of_weights : sum_of_weights;
     }
   }
   // A target that cannot be sampled (log count -inf) is not corrected.
@@ -217,7 +217,7 @@ XSOFTMAX_OPERATORS(m) {
                                 parse_options<EstimatorOptions>("loss_of_shares", options));
         });
   m.def("estimator_is_joined(str estimator) -> bool", [](std::string_view name) {
-    return find_estimator("estimator_is_joined", name).joined.has_value();
+    return find_estimator("estimator_is_joined", name).combination.has_value();
   });
   m.def("estimator_replaces_a_sample(str estimator) -> bool", [](std::string_view name) {
     return find_estimator("estimator_replaces_a_sample", name).traits.replaces_a_sample;

@@ -60,10 +60,10 @@ void check_set(const char* op, const CandidateSet& set) {
   TORCH_CHECK_VALUE(set.ids.dim() == 1 || set.ids.dim() == 2, op,
                     ": expected ids of a set of shape [M], or [Q, M], got ", set.ids.sym_sizes());
   check::int64(op, "ids of a set", set.ids);
-  const bool of_ids = set.log_count.sym_sizes() == set.ids.sym_sizes();
-  const bool of_pairs = !is_private(set) && set.log_count.dim() == 2 &&
+  const bool per_id = set.log_count.sym_sizes() == set.ids.sym_sizes();
+  const bool per_pair = !is_private(set) && set.log_count.dim() == 2 &&
       set.log_count.sym_size(1) == set.ids.sym_size(0);
-  TORCH_CHECK_VALUE(of_ids || of_pairs, op,
+  TORCH_CHECK_VALUE(per_id || per_pair, op,
                     ": expected log_count of a set of the shape of its ids, ", set.ids.sym_sizes(),
                     is_private(set) ? "" : ", or with a row for each query", ", got ",
                     set.log_count.sym_sizes());
@@ -121,8 +121,8 @@ Proposal make_proposal(const char* op, at::TensorList ids, at::TensorList log_co
       ids.size(), ", ", log_count.size(), ", ", target_log_count.size(), " and ", distinct.size());
   Proposal sets;
   for (size_t i = 0; i < ids.size(); ++i) {
-    const std::optional<Tensor> of_target = target_log_count.get(i);
-    sets.push_back({ids[i], log_count[i], of_target.value_or(Tensor()), distinct.get(i)});
+    const std::optional<Tensor> target_count = target_log_count.get(i);
+    sets.push_back({ids[i], log_count[i], target_count.value_or(Tensor()), distinct.get(i)});
     check_set(op, sets.back());
   }
   check_rows(op, sets);
@@ -135,15 +135,15 @@ bool in_column_order(const Proposal& sets) {
       [](const CandidateSet& one, const CandidateSet& other) { return place(one) < place(other); });
 }
 
-Candidates lay_out(const Proposal& sets, const c10::SymInt& queries,
-                   const EstimatorTraits& traits) {
-  Columns of_query, of_all;
-  Tensor among_all, among_draws;
+Candidates arrange_columns(const Proposal& sets, const c10::SymInt& queries,
+                           const EstimatorTraits& traits) {
+  Columns private_columns, shared_columns;
+  Tensor count_in_all, count_in_draws;
   int64_t draws = 0; // number of sets drawn with replacement
-  for (int turn = 0; turn < 4; ++turn) {
+  for (int column_group = 0; column_group < 4; ++column_group) {
     for (const CandidateSet& set : sets) {
-      if (place(set) == turn) {
-        (is_private(set) ? of_query : of_all).add(set);
+      if (place(set) == column_group) {
+        (is_private(set) ? private_columns : shared_columns).add(set);
       }
     }
   }
@@ -151,24 +151,24 @@ Candidates lay_out(const Proposal& sets, const c10::SymInt& queries,
     const bool drawn = !set.distinct && set.ids.sym_size(-1) != 0;
     draws += drawn;
     if (set.target_log_count.defined()) {
-      add_count(among_all, set.target_log_count);
+      add_count(count_in_all, set.target_log_count);
       if (drawn) {
-        among_draws = set.target_log_count;
+        count_in_draws = set.target_log_count;
       }
     }
   }
   Candidates candidates;
-  candidates.private_ids = of_query.all_ids(queries);
-  candidates.private_log_count = of_query.all_counts(queries);
-  candidates.shared_ids = of_all.all_ids(queries);
-  candidates.shared_log_count = of_all.all_counts(queries);
-  candidates.distinct_private = of_query.distinct;
-  candidates.distinct_shared = of_all.distinct;
+  candidates.private_ids = private_columns.all_ids(queries);
+  candidates.private_log_count = private_columns.all_counts(queries);
+  candidates.shared_ids = shared_columns.all_ids(queries);
+  candidates.shared_log_count = shared_columns.all_counts(queries);
+  candidates.distinct_private = private_columns.distinct;
+  candidates.distinct_shared = shared_columns.distinct;
   if (traits.needs_target_count) {
-    candidates.target_log_count = optional(among_all);
+    candidates.target_log_count = optional(count_in_all);
   } else if (traits.renormalizes && draws == 1) {
     // Samples of several distributions cannot be renormalised.
-    candidates.target_log_count = optional(among_draws);
+    candidates.target_log_count = optional(count_in_draws);
   }
   return candidates;
 }
@@ -191,7 +191,7 @@ Candidates::Candidates(const char* op, const OptionalTensors& tensors, at::IntAr
   // not those in a list of optional tensors.
   const auto in_memory = [&](size_t i) -> OptionalTensor {
     const OptionalTensor tensor = tensors.get(i);
-    if (!given(tensor) || !(tensor->_is_zerotensor() || tensor->is_neg())) {
+    if (!is_defined(tensor) || !(tensor->_is_zerotensor() || tensor->is_neg())) {
       return tensor;
     }
     return tensor->_is_zerotensor() ? tensor->clone() : tensor->resolve_neg();
@@ -208,21 +208,21 @@ Candidates::Candidates(const char* op, const OptionalTensors& tensors, at::IntAr
 void check_columns(const char* op, const char* rows_name, const Tensor& rows, const Tensor& target,
                    const Candidates& candidates) {
   const std::string rows_of = std::string("the rows of ") + rows_name;
-  const auto one_a_query = [&](const char* name, const Tensor& tensor) {
+  const auto check_per_query = [&](const char* name, const Tensor& tensor) {
     check::size(op, name, tensor, 0, rows.sym_size(0), rows_of.c_str());
     check::same_device(op, name, tensor, rows_name, rows);
   };
   check::dim(op, "target", target, 1);
   check::int64(op, "target", target);
-  one_a_query("target", target);
+  check_per_query("target", target);
   const auto check_kind = [&](const char* name, const OptionalTensor& ids, const char* count_name,
                               const OptionalTensor& log_count, int64_t dim, int64_t distinct,
                               const c10::SymInt& width) {
-    TORCH_CHECK_VALUE(given(ids) == given(log_count), op, ": expected ", name, " and ", count_name,
-                      ", or neither, got one");
+    TORCH_CHECK_VALUE(is_defined(ids) == is_defined(log_count), op, ": expected ", name, " and ",
+                      count_name, ", or neither, got one");
     TORCH_CHECK_VALUE(distinct >= 0 && width >= distinct, op, ": expected distinct columns of ",
                       name, " in [0, ", width, "], got ", distinct);
-    if (!given(ids)) {
+    if (!is_defined(ids)) {
       return;
     }
     check::dim(op, name, *ids, dim);
@@ -231,12 +231,12 @@ void check_columns(const char* op, const char* rows_name, const Tensor& rows, co
     check::floating(op, count_name, *log_count);
     check::same_device(op, count_name, *log_count, rows_name, rows);
     if (dim == 2) {
-      one_a_query(name, *ids);
+      check_per_query(name, *ids);
     }
-    const bool of_ids = log_count->sym_sizes() == ids->sym_sizes();
-    const bool of_pairs = dim == 1 && log_count->dim() == 2 &&
+    const bool per_id = log_count->sym_sizes() == ids->sym_sizes();
+    const bool per_pair = dim == 1 && log_count->dim() == 2 &&
         log_count->sym_size(0) == rows.sym_size(0) && log_count->sym_size(1) == width;
-    TORCH_CHECK_VALUE(of_ids || of_pairs, op, ": expected ", count_name, " of the shape of ", name,
+    TORCH_CHECK_VALUE(per_id || per_pair, op, ": expected ", count_name, " of the shape of ", name,
                       dim == 2 ? "" : ", or with a row for each query", ", got shape ",
                       log_count->sym_sizes());
   };
@@ -246,10 +246,10 @@ void check_columns(const char* op, const char* rows_name, const Tensor& rows, co
   check_kind("shared_ids", candidates.shared_ids, "shared_log_count", candidates.shared_log_count,
              1, candidates.distinct_shared, candidates.shared_width());
   const OptionalTensor& count = candidates.target_log_count;
-  if (given(count)) {
+  if (is_defined(count)) {
     check::dim(op, "target_log_count", *count, 1);
     check::floating(op, "target_log_count", *count);
-    one_a_query("target_log_count", *count);
+    check_per_query("target_log_count", *count);
   }
 }
 
@@ -258,8 +258,8 @@ void check_candidates(const char* op, const char* rows_name, const Tensor& rows,
                       const EstimatorOptions& options) {
   check_columns(op, rows_name, rows, target, candidates);
   const Estimator& estimator = find_estimator(op, options.estimator);
-  TORCH_CHECK_VALUE(!estimator.traits.needs_target_count || given(candidates.target_log_count), op,
-                    ": expected target_log_count of the sets that are drawn, for estimator \"",
+  TORCH_CHECK_VALUE(!estimator.traits.needs_target_count || is_defined(candidates.target_log_count),
+                    op, ": expected target_log_count of the sets that are drawn, for estimator \"",
                     estimator.name, "\", got none");
   TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, op,
                     ": expected label_smoothing in [0, 1], got ", options.label_smoothing);

@@ -45,17 +45,18 @@ struct Candidates {
   std::array<int64_t, 2> distinct() const { return {distinct_private, distinct_shared}; }
 
   c10::SymInt private_width() const {
-    return given(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0);
+    return is_defined(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0);
   }
   c10::SymInt shared_width() const {
-    return given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0);
+    return is_defined(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0);
   }
 };
 /// Schema of Candidates and EstimatorOptions in the operators below autograd.
 constexpr const char* kCandidatesSchema = "Tensor?[] candidates, int[] distinct, str options";
 
 /// Concatenates the sets of a proposal for `queries` queries.
-Candidates lay_out(const Proposal& sets, const c10::SymInt& queries, const EstimatorTraits& traits);
+Candidates arrange_columns(const Proposal& sets, const c10::SymInt& queries,
+                           const EstimatorTraits& traits);
 /// Whether the sets are in column order: private before shared sets, and within each kind distinct
 /// sets first.
 bool in_column_order(const Proposal& sets);

@@ -28,7 +28,7 @@ XS_ROW T log_sum(const Lanes& lanes, const Row<T>& row, T target_score, const Ra
   }
   const T sum = sum_exponentials(lanes, row, in, max_score, first, grad);
   if (grad != nullptr) {
-    if (lanes.leads()) {
+    if (lanes.is_leader()) {
       *grad_target = scale * first / sum;
     }
     for (int r = 0; r < 2; ++r) {
@@ -62,7 +62,7 @@ XS_ROW T mean_above(const Lanes& lanes, const Row<T>& row, T log_a, T grad_loss,
   }
   if (grad != nullptr) {
     const T left = grad_loss * (1 - lanes.sum(share_of_draws));
-    if (lanes.leads()) {
+    if (lanes.is_leader()) {
       *grad_target *= left;
     }
     for (int r = 0; r < 2; ++r) {
@@ -95,7 +95,7 @@ XS_ROW T cane_row(const Lanes& lanes, const Row<T>& row, T smoothing, T grad_los
         log_sum(lanes, row, corrected_target, kMeanOfLogs ? row.distinct_columns() : others,
                 grad_loss, grad_target, grad);
   }
-  if (grad != nullptr && lanes.leads()) {
+  if (grad != nullptr && lanes.is_leader()) {
     *grad_target -= grad_loss;
   }
   return normalizer - row.target;

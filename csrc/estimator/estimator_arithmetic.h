@@ -41,15 +41,15 @@ XS_ROW void run_query(const Lanes& lanes, const LossRows<T>& rows, int64_t q, T*
     for (int64_t j = lanes.first(0); grad != nullptr && j < width; j += Lanes::kStep) {
       grad[j] = 0;
     }
-    if (rows.loss && lanes.leads()) {
+    if (rows.loss && lanes.is_leader()) {
       rows.loss[q] = 0;
     }
     return;
   }
-  const Row<T> row = prepare(lanes, rows, q, buffer, rows.apart(kLoss));
+  const Row<T> row = prepare(lanes, rows, q, buffer, rows.keeps_scores(kLoss));
   const T loss =
       row_loss<kLoss>(lanes, row, rows.label_smoothing, grad_loss, grad, grad ? grad + 1 : nullptr);
-  if (rows.loss && lanes.leads()) {
+  if (rows.loss && lanes.is_leader()) {
     rows.loss[q] = grad_loss * loss;
   }
 }

@@ -18,7 +18,7 @@ constexpr int64_t kSharedBytes = 47 * 1024;
 
 /// Returns the limit for kernels that raise it with cudaFuncSetAttribute, such that two blocks fit
 /// on a multiprocessor.
-inline int64_t most_shared_bytes() {
+inline int64_t max_shared_bytes() {
   int device = 0, bytes = 0;
   C10_CUDA_CHECK(cudaGetDevice(&device));
   C10_CUDA_CHECK(
@@ -34,18 +34,19 @@ struct WarpLanes {
 
   __device__ int64_t index() const { return lane(); }
   __device__ int64_t first(int64_t begin) const { return begin + ((lane() - begin) & (kStep - 1)); }
-  __device__ bool leads() const { return lane() == 0; }
+  __device__ bool is_leader() const { return lane() == 0; }
   __device__ void sync() const { __syncwarp(); }
-  template <typename T> __device__ T once(T value) const { return leads() ? value : T(0); }
+  template <typename T> __device__ T once(T value) const { return is_leader() ? value : T(0); }
   template <typename T> __device__ T sum(T value) const { return warp_sum(value); }
   template <typename T> __device__ T largest(T value) const { return warp_max(value); }
   __device__ bool any(bool value) const { return __any_sync(kAllLanes, value) != 0; }
-  template <typename Found>
-  __device__ int64_t find(int64_t begin, int64_t end, const Found& found) const {
+  template <typename Predicate>
+  __device__ int64_t find(int64_t begin, int64_t end, const Predicate& predicate) const {
     for (int64_t base = begin; base < end; base += kStep) {
-      const unsigned yes = __ballot_sync(kAllLanes, base + lane() < end && found(base + lane()));
-      if (yes != 0) {
-        return base + __ffs(int(yes)) - 1;
+      const unsigned lanes =
+          __ballot_sync(kAllLanes, base + lane() < end && predicate(base + lane()));
+      if (lanes != 0) {
+        return base + __ffs(int(lanes)) - 1;
       }
     }
     return end;
@@ -63,9 +64,9 @@ struct BlockLanes {
   __device__ int64_t first(int64_t begin) const {
     return begin + ((int64_t(threadIdx.x) - begin) & (kStep - 1));
   }
-  __device__ bool leads() const { return threadIdx.x == 0; }
+  __device__ bool is_leader() const { return threadIdx.x == 0; }
   __device__ void sync() const { __syncthreads(); }
-  template <typename T> __device__ T once(T value) const { return leads() ? value : T(0); }
+  template <typename T> __device__ T once(T value) const { return is_leader() ? value : T(0); }
   template <typename T> __device__ T sum(T value) const {
     return block_sum(value, reinterpret_cast<T*>(storage));
   }
@@ -74,10 +75,10 @@ struct BlockLanes {
     return block_max(value, std::numeric_limits<T>::lowest(), reinterpret_cast<T*>(storage));
   }
   __device__ bool any(bool value) const { return __syncthreads_or(value) != 0; }
-  template <typename Found>
-  __device__ int64_t find(int64_t begin, int64_t end, const Found& found) const {
+  template <typename Predicate>
+  __device__ int64_t find(int64_t begin, int64_t end, const Predicate& predicate) const {
     int64_t mine = begin + index();
-    while (mine < end && !found(mine)) {
+    while (mine < end && !predicate(mine)) {
       mine += kStep;
     }
     return -largest(mine < end ? -mine : -end);
@@ -112,7 +113,7 @@ __device__ inline void run_query(Lanes lanes, RowLoss loss, const LossRows<T>& r
 /// rows that do not fit.
 struct RowPlan {
   bool block;         ///< one block per row instead of one warp
-  bool keeps;         ///< whether kept_bytes fit into shared memory
+  bool keeps_rows_in_shared;         ///< whether kept_bytes fit into shared memory
   int64_t shared;     ///< bytes of shared memory per row
   unsigned per_block; ///< rows that a block works on at once
   unsigned grid;      ///< number of blocks
@@ -124,9 +125,11 @@ struct RowPlan {
           const at::Tensor& like) {
     constexpr int64_t kWarpColumns = 1024, kWarpRows = 4, kBlocksOfLongRows = 264;
     const bool in_shared = row_bytes <= kSharedBytes;
-    keeps = kept_bytes > 0 && row_bytes + kept_bytes <= most_shared_bytes();
-    block = columns > kWarpColumns || 2 * (row_bytes + (keeps ? kept_bytes : 0)) > kSharedBytes;
-    shared = std::max<int64_t>(16, (in_shared ? row_bytes : 0) + (keeps ? kept_bytes : 0));
+    keeps_rows_in_shared = kept_bytes > 0 && row_bytes + kept_bytes <= max_shared_bytes();
+    block = columns > kWarpColumns ||
+        2 * (row_bytes + (keeps_rows_in_shared ? kept_bytes : 0)) > kSharedBytes;
+    shared = std::max<int64_t>(
+        16, (in_shared ? row_bytes : 0) + (keeps_rows_in_shared ? kept_bytes : 0));
     per_block = block ? 1u : unsigned(std::min(kWarpRows, kSharedBytes / shared));
     grid = grid_size(in_shared ? queries : std::min(queries, kBlocksOfLongRows), per_block);
     if (!in_shared) {

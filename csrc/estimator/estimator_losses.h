@@ -60,7 +60,7 @@ struct SmoothingMean {
   template <typename Lanes>
   XS_ROW void subtract_gradient(const Lanes& lanes, const Row<T>& row, T scale, T* grad_target,
                                 T* __restrict grad) const {
-    if (lanes.leads()) {
+    if (lanes.is_leader()) {
       *grad_target -= scale / total;
     }
     for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
@@ -93,7 +93,7 @@ XS_ROW T softmax_row(const Lanes& lanes, const Row<T>& row, T smoothing, T grad_
     }
     sum = lanes.sum(sum);
     const T scale = grad_loss / sum;
-    if (lanes.leads()) {
+    if (lanes.is_leader()) {
       *grad_target = target_term * scale - (1 - smoothing) * grad_loss;
     }
     for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
@@ -139,10 +139,10 @@ XS_ROW T logistic_row(const Lanes& lanes, const Row<T>& row, T, T grad_loss, T* 
                       T* __restrict grad) {
   const T opposite = -row.target;
   T slope;
-  T loss = softplus_sum(Alone{}, &opposite, 1, &slope);
+  T loss = softplus_sum(SingleLane{}, &opposite, 1, &slope);
   loss += softplus_sum(lanes, row.adjusted, row.width, grad);
   if (grad != nullptr) {
-    if (lanes.leads()) {
+    if (lanes.is_leader()) {
       *grad_target = -slope * grad_loss;
     }
     for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
@@ -169,7 +169,7 @@ XS_ROW T one_vs_each_row(const Lanes& lanes, const Row<T>& row, T, T grad_loss, 
   }
   if (grad != nullptr) {
     total = lanes.sum(total);
-    if (lanes.leads()) {
+    if (lanes.is_leader()) {
       *grad_target = -total;
     }
   }
@@ -201,7 +201,7 @@ XS_ROW T blackout_row(const Lanes& lanes, const Row<T>& row, T, T grad_loss, T* 
   others = lanes.sum(others);
   const T scale = exponential(second - max_score),
           sum = scale * others + (exists ? T(1) : T(0)); // divided by e^max_score
-  const T of_best = exists ? 1 / sum : T(0);
+  const T best_probability = exists ? 1 / sum : T(0);
   T loss = max_score + logarithm(sum) - row.target;
   loss += exists ? max_score + logarithm(sum) - second - logarithm(others) : T(0);
   loss = lanes.once(loss);
@@ -215,13 +215,15 @@ XS_ROW T blackout_row(const Lanes& lanes, const Row<T>& row, T, T grad_loss, T* 
   }
   if (grad != nullptr) {
     const T left = 1 - lanes.sum(odds_sum);
-    if (lanes.leads()) {
-      *grad_target = grad_loss * (target_term * (scale * left / sum - of_best / others) - 1);
+    if (lanes.is_leader()) {
+      *grad_target =
+          grad_loss * (target_term * (scale * left / sum - best_probability / others) - 1);
     }
     for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
       const T share = exponential(adjusted[j] - second), value = scale * share;
-      const T of_other = value * left / sum + value / (sum - value) - of_best * share / others;
-      grad[j] = grad_loss * (j == best ? of_best * (left + 1) : of_other);
+      const T other_grad =
+          value * left / sum + value / (sum - value) - best_probability * share / others;
+      grad[j] = grad_loss * (j == best ? best_probability * (left + 1) : other_grad);
     }
   }
   return lanes.sum(loss);
@@ -236,7 +238,7 @@ XS_ROW T importance_row(const Lanes& lanes, const Row<T>& row, T, T grad_loss, T
       ? T(1)
       : sum_exponentials(lanes, row, Ranges{{0, 0}, {row.width, 0}}, max_score, T(0), grad);
   if (grad != nullptr) {
-    if (lanes.leads()) {
+    if (lanes.is_leader()) {
       *grad_target = empty ? T(0) : -grad_loss;
     }
     const T scale = grad_loss / sum;

@@ -37,11 +37,13 @@ struct LossRows {
   XS_HOST_DEVICE T ignored_loss(int64_t q) const { return grad_loss ? T(0) * grad_loss[q] : T(0); }
   XS_HOST_DEVICE int64_t candidates() const { return private_width + shared_width; }
   /// Whether the loop needs scores and log weights separately, in addition to their sum.
-  XS_HOST_DEVICE bool apart(RowLoss of) const {
-    return of == RowLoss::OneVsEach || label_smoothing != 0;
+  XS_HOST_DEVICE bool keeps_scores(RowLoss row_loss) const {
+    return row_loss == RowLoss::OneVsEach || label_smoothing != 0;
   }
   /// Returns the number of elements of the buffer that one row needs.
-  int64_t buffer_size(RowLoss of) const { return (apart(of) ? 3 : 1) * candidates(); }
+  int64_t buffer_size(RowLoss row_loss) const {
+    return (keeps_scores(row_loss) ? 3 : 1) * candidates();
+  }
 };
 
 /// One function per RowLoss. Each computes the loss, the gradient of the scores, or both, for

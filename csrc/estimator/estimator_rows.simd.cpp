@@ -7,7 +7,7 @@ namespace {
 template <typename T, RowLoss kLoss>
 void run(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer) {
   for (int64_t q = first; q < last; ++q) {
-    run_query<kLoss>(Alone{}, rows, q, buffer);
+    run_query<kLoss>(SingleLane{}, rows, q, buffer);
   }
 }
 

@@ -119,8 +119,8 @@ struct BlackOut {
 
   explicit BlackOut(const CandidateBatch& batch) {
     const Tensor all = at::cat({batch.target.unsqueeze(1), batch.adjusted}, 1),
-                 nowhere = at::zeros_like(all, at::kBool);
-    best = nowhere.scatter(1, all.argmax(1, true), true);
+                 all_false = at::zeros_like(all, at::kBool);
+    best = all_false.scatter(1, all.argmax(1, true), true);
     best.select(1, 0).fill_(false);
     const Tensor others = all.masked_fill(best, -std::numeric_limits<double>::infinity()),
                  exists = best.any(1, true);
@@ -137,16 +137,17 @@ Tensor blackout_loss(const CandidateBatch& batch) {
   const BlackOut found(batch);
   const Tensor counted =
       found.odds.narrow(1, 1, batch.adjusted.size(1)); // log(1 - p) = -log(1 + odds)
-  const Tensor of_best = at::where(found.best.any(1), found.log_normalizer - found.log_others, 0.0);
-  return found.log_normalizer - batch.target + counted.log1p().sum(1) + of_best;
+  const Tensor best_probability =
+      at::where(found.best.any(1), found.log_normalizer - found.log_others, 0.0);
+  return found.log_normalizer - batch.target + counted.log1p().sum(1) + best_probability;
 }
 
 EstimatorGradient blackout_gradient(const CandidateBatch& batch) {
   const BlackOut found(batch);
-  const Tensor of_best = at::where(found.best, found.probability, 0.0),
+  const Tensor best_probability = at::where(found.best, found.probability, 0.0),
                left = 1 - found.odds.sum(1, true);
-  const Tensor gradient =
-      found.probability * left + found.odds + of_best - of_best.sum(1, true) * found.others_share;
+  const Tensor gradient = found.probability * left + found.odds + best_probability -
+      best_probability.sum(1, true) * found.others_share;
   return {gradient.select(1, 0) - 1, gradient.narrow(1, 1, batch.adjusted.size(1))};
 }
 
@@ -249,7 +250,7 @@ Estimator softmax_estimator(const char* name, const EstimatorTraits& traits) {
           .loss = softmax_loss,
           .gradient = softmax_gradient,
           .row_loss = RowLoss::Softmax,
-          .joined = Joined::LogSumExp,
+          .combination = Combination::LogSumExp,
           .joined_loss = softmax_of_sum,
           .log_normalizer = softmax_normalizer};
 }
@@ -260,7 +261,7 @@ Estimator logistic_estimator(const char* name, const EstimatorTraits& traits) {
           .loss = logistic_loss,
           .gradient = logistic_gradient,
           .row_loss = RowLoss::Logistic,
-          .joined = Joined::Softplus,
+          .combination = Combination::Softplus,
           .joined_loss = logistic_of_sum};
 }
 
@@ -324,7 +325,7 @@ const Estimator kEstimators[] = {
      importance_loss,
      importance_gradient,
      RowLoss::Importance,
-     Joined::LogSumExp,
+     Combination::LogSumExp,
      importance_of_sum,
      importance_normalizer},
     cane_estimator</*kMeanOfLogs=*/true>("cane"),

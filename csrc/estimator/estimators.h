@@ -24,7 +24,7 @@ struct EstimatorGradient {
 
 /// How candidates enter a loss: as the log of the sum of e^adjusted, or as the sum of
 /// softplus(adjusted).
-enum class Joined { LogSumExp, Softplus };
+enum class Combination { LogSumExp, Softplus };
 
 struct Estimator {
   std::string name;
@@ -35,7 +35,7 @@ struct Estimator {
   std::optional<RowLoss> row_loss = std::nullopt;
   /// How candidates enter the loss; nullopt: in another way, so no shard may score only some of
   /// them.
-  std::optional<Joined> joined = std::nullopt;
+  std::optional<Combination> combination = std::nullopt;
   /// Returns the loss [Q] from the joined candidates, without label smoothing.
   at::Tensor (*joined_loss)(const at::Tensor& target, const at::Tensor& sum) = nullptr;
   /// Returns the log normaliser [Q], if the loss without label smoothing is the log normaliser

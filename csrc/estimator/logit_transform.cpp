@@ -40,7 +40,7 @@ Tensor transform_logits(const Tensor& scores, const LogitOptions& options) {
 }
 
 void transform_products(Tensor products, const OptionalTensor& bias, const LogitOptions& options) {
-  if (given(bias)) {
+  if (is_defined(bias)) {
     products.add_(*bias);
   }
   if (options.softcap != 0) {

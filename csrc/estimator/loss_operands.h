@@ -27,7 +27,7 @@ struct LossOperands {
 
   static at::Tensor plain(const std::optional<at::Tensor>& tensor,
                           at::ScalarType dtype = at::kLong) {
-    if (!given(tensor)) {
+    if (!is_defined(tensor)) {
       return at::Tensor();
     }
     const at::Tensor cast = tensor->scalar_type() == dtype ? *tensor : tensor->to(dtype);

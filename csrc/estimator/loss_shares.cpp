@@ -21,13 +21,13 @@ std::tuple<Tensor, Tensor, Tensor> scale_any(const Tensor& grad, const Tensor& t
                                              const Tensor& grad_scores, const Tensor& input) {
   check_scale_loss_gradients(grad, target, grad_input, grad_scores, input);
   const Tensor factor = at::where(target.eq(ignore_index), 0.0, grad).unsqueeze(1),
-               gone = factor.eq(0);
+               is_zero = factor.eq(0);
   const auto scaled = [&](const Tensor& rows) {
     return rows.sym_size(0) == 0 ? rows.clone()
-                                 : (rows * factor.to(rows.scalar_type())).masked_fill(gone, 0);
+                                 : (rows * factor.to(rows.scalar_type())).masked_fill(is_zero, 0);
   };
   return {scaled(grad_input), scaled(grad_scores),
-          input.sym_size(0) == 0 ? input.clone() : input.masked_fill(gone, 0)};
+          input.sym_size(0) == 0 ? input.clone() : input.masked_fill(is_zero, 0)};
 }
 
 } // namespace

@@ -34,11 +34,11 @@ __global__ void mean_shares_kernel(T* shares, const int64_t* target, int64_t que
 }
 
 Tensor mean_shares_cuda(const Tensor& target, int64_t ignore_index, at::ScalarType dtype) {
-  constexpr int64_t kMost = 1 << 16; // above, one block takes too long
+  constexpr int64_t kMax = 1 << 16; // above, one block takes too long
   check_mean_shares(target, dtype);
   const int64_t queries = target.size(0);
   const c10::cuda::CUDAGuard guard(target.device());
-  if (queries == 0 || queries > kMost || use_reference() ||
+  if (queries == 0 || queries > kMax || use_reference() ||
       (dtype != at::kFloat && dtype != at::kDouble)) {
     return mean_shares_reference(target, ignore_index, dtype);
   }
@@ -75,16 +75,16 @@ __global__ void scale_loss_gradients_kernel(const __grid_constant__ Scaling<T> s
   using A = at::opmath_type<T>;
   for (int64_t q = global_thread() / kWarp; q < s.queries; q += grid_threads() / kWarp) {
     const A factor = s.target[q] == s.ignore_index ? A(0) : s.grad[q * s.grad_stride];
-    const bool gone = factor == A(0);
+    const bool is_zero = factor == A(0);
     for (const auto& rows : s.rows) {
       for (int64_t d = q * rows.width + lane(); rows.from != nullptr && d < (q + 1) * rows.width;
            d += kWarp) {
-        rows.to[d] = gone ? A(0) : factor * rows.from[d];
+        rows.to[d] = is_zero ? A(0) : factor * rows.from[d];
       }
     }
     for (int64_t d = q * s.features + lane(); s.input != nullptr && d < (q + 1) * s.features;
          d += kWarp) {
-      s.query[d] = gone ? T(0) : s.input[d];
+      s.query[d] = is_zero ? T(0) : s.input[d];
     }
   }
 }
@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor> scale_loss_gradients_cuda(
   TORCH_CHECK_VALUE(grad_scores.scalar_type() == dtype,
                     "scale_loss_gradients: expected gradients of dtype ", dtype, " for input of ",
                     input.scalar_type(), ", got ", grad_scores.scalar_type());
-  const Tensor of_loss = grad.dim() == 0 || grad.stride(0) == 1 || grad._is_zerotensor()
+  const Tensor loss_grad = grad.dim() == 0 || grad.stride(0) == 1 || grad._is_zerotensor()
       ? LossOperands::plain(grad, dtype)
       : grad.to(dtype);
   const Tensor ids = target.contiguous(), query = input.contiguous();
@@ -110,8 +110,8 @@ std::tuple<Tensor, Tensor, Tensor> scale_loss_gradients_cuda(
       at::kHalf, at::kBFloat16, input.scalar_type(), "scale_loss_gradients_cuda", [&] {
         using A = at::opmath_type<scalar_t>;
         Scaling<scalar_t> scaling{};
-        scaling.grad = of_loss.const_data_ptr<A>();
-        scaling.grad_stride = of_loss.dim() == 0 ? 0 : of_loss.stride(0);
+        scaling.grad = loss_grad.const_data_ptr<A>();
+        scaling.grad_stride = loss_grad.dim() == 0 ? 0 : loss_grad.stride(0);
         scaling.target = ids.const_data_ptr<int64_t>();
         scaling.queries = ids.size(0);
         scaling.ignore_index = ignore_index;

@@ -60,10 +60,11 @@ BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_
 
 LinearOperands::LinearOperands(const at::Tensor& input, const at::Tensor& weight,
                                const std::optional<at::Tensor>& bias)
-    : weight(weight), dtype(opmath_dtype(input.scalar_type())), rounds(multiplies_bfloat16(weight)),
+    : weight(weight), dtype(opmath_dtype(input.scalar_type())),
+      rounds(uses_bfloat16_operands(weight)),
       factor_dtype(rounds && input.scalar_type() == at::kBFloat16 ? at::kBFloat16 : dtype) {
   this->input = input.to(factor_dtype).contiguous();
-  if (given(bias)) {
+  if (is_defined(bias)) {
     this->bias = bias->to(opmath_dtype(input.scalar_type())).contiguous();
   }
 }

@@ -64,7 +64,7 @@ struct LinearOperands {
   at::Tensor weight;    ///< [N, D] in its own dtype; blocks are converted when they are read
   at::Tensor bias;      ///< [N] in opmath_type, contiguous, or undefined
   at::ScalarType dtype; ///< opmath_type, the dtype of logits and sums
-  bool rounds; ///< whether products round float32 factors to bfloat16 (multiplies_bfloat16)
+  bool rounds; ///< whether products round float32 factors to bfloat16 (uses_bfloat16_operands)
   /// dtype of the factors of products: bfloat16 for a bfloat16 table if `rounds`, else `dtype`.
   at::ScalarType factor_dtype;
 };

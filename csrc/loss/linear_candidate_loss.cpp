@@ -83,9 +83,9 @@ Tensor as_dtype(const Tensor& tensor, at::ScalarType dtype) {
 }
 
 // Sums the losses if share is given; they are already multiplied by it. Without autograd.
-Tensor put_together(const Tensor& loss, const OptionalTensor& share) {
-  if (!given(share) || !check::can_read(loss)) {
-    return given(share) ? loss.sum() : loss;
+Tensor join_loss_and_share(const Tensor& loss, const OptionalTensor& share) {
+  if (!is_defined(share) || !check::can_read(loss)) {
+    return is_defined(share) ? loss.sum() : loss;
   }
   const Tensor sum = at::empty({}, loss.options());
   dispatch_sums(loss.scalar_type(), [&](auto zero) {
@@ -99,9 +99,10 @@ Tensor put_together(const Tensor& loss, const OptionalTensor& share) {
 Tensor loss_only(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                  const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct,
                  std::string_view options, const OptionalTensor& share) {
-  return put_together(std::get<0>(call_forward(input, weight, bias, target, candidates, distinct,
-                                               options, {false, false}, share, false)),
-                      share);
+  return join_loss_and_share(
+      std::get<0>(call_forward(input, weight, bias, target, candidates, distinct, options,
+                               {false, false}, share, false)),
+      share);
 }
 
 Tensor call_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -136,9 +137,9 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
                         std::string_view options, const OptionalTensor& share) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const bool want_input = input.requires_grad();
-    const bool want_table = weight.requires_grad() || (given(bias) && bias->requires_grad());
+    const bool want_table = weight.requires_grad() || (is_defined(bias) && bias->requires_grad());
     const Candidates columns(kOp, candidates, distinct);
-    const bool aligned = check::on_device(input) && given(columns.shared_ids);
+    const bool aligned = check::on_device(input) && is_defined(columns.shared_ids);
     auto [loss, grad_input, grad_scores, row_ids] =
         call_forward(input, weight, bias, target, candidates, distinct, options,
                      {want_input, want_table}, share, aligned);
@@ -147,9 +148,9 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
                             columns.shared_ids.value_or(Tensor()), target});
     ctx->saved_data["ignore_index"] = parsed.ignore_index;
     ctx->saved_data["sparse_grad"] = parsed.sparse_grad;
-    ctx->saved_data["has_bias"] = given(bias);
+    ctx->saved_data["has_bias"] = is_defined(bias);
     ctx->saved_data["aligned"] = aligned;
-    return put_together(loss, share);
+    return join_loss_and_share(loss, share);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
@@ -161,7 +162,7 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     bool want_table = ctx->needs_input_grad(1) || want_bias;
     torch::autograd::variable_list result(3);
     // Factors of grad_input, [Q], and of grad_scores, [Q] or 0-dim; nullopt: 1.
-    OptionalTensor grad, of_scores;
+    OptionalTensor grad, score_scale;
     const int64_t ignore_index = ctx->saved_data["ignore_index"].toInt();
     if (check::on_device(input)) { // the host cannot read the factor without a synchronisation
       // Only the product with shared rows reads queries whose scores have a gradient of 0.
@@ -174,25 +175,25 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
       grad_input = std::get<0>(scaled);
       grad_scores = same ? grad_scores : std::get<1>(scaled);
       query = reads_all ? std::get<2>(scaled) : input;
-      of_scores =
+      score_scale =
           same ? OptionalTensor(as_dtype(grads[0], grad_scores.scalar_type())) : std::nullopt;
     } else if (!has_nothing_to_scale(grads[0], saved[6], ignore_index)) {
       // The gradient of a mean is infinite if all queries are ignored, hence the mask.
-      of_scores = grad =
+      score_scale = grad =
           grads[0].expand_symint({saved[6].sym_size(0)}).masked_fill(saved[6].eq(ignore_index), 0);
     }
     if (ctx->saved_data["aligned"].toBool() && want_table) {
       const ScoreColumns columns(saved[4].sym_size(1), saved[5].sym_size(0), true);
-      grad_scores = grad_scores.narrow_symint(1, columns.lead, columns.count);
+      grad_scores = grad_scores.narrow_symint(1, columns.padding, columns.count);
     }
     const std::array<bool, 3> wanted{false, ctx->needs_input_grad(1), want_bias};
     const OptionalTensor shared_ids = optional(saved[5]);
     const bool sparse = want_table &&
         is_row_sparse(ctx->saved_data["sparse_grad"].toOptional<bool>(),
                       candidate_rows(saved[4], shared_ids), weight);
-    if (want_table && sparse && !given(shared_ids) && ctx->needs_input_grad(1) &&
+    if (want_table && sparse && !is_defined(shared_ids) && ctx->needs_input_grad(1) &&
         can_store_row_terms(weight)) {
-      const RowTerms terms = row_terms(grad_scores, saved[4], of_scores, query, weight.size(0));
+      const RowTerms terms = row_terms(grad_scores, saved[4], score_scale, query, weight.size(0));
       store_row_terms(weight, terms);
       result[2] = want_bias
           ? row_gradient_tensor(terms.rows, terms.coefficients.to(weight.scalar_type()),
@@ -202,14 +203,14 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     }
     if (want_table) {
       const auto gradients = candidate_scores_backward(grad_scores, query, weight, saved[4],
-                                                       shared_ids, wanted, of_scores, !sparse);
+                                                       shared_ids, wanted, score_scale, !sparse);
       result = sparse ? row_gradients_as_grads(gradients, weight, wanted, true)
                       : table_gradients_as_grads(gradients, wanted);
     }
     if (ctx->needs_input_grad(0)) {
-      result[0] =
-          as_dtype(given(grad) ? scale_gradient(grad_input, grad->unsqueeze(1), input) : grad_input,
-                   input.scalar_type());
+      result[0] = as_dtype(
+          is_defined(grad) ? scale_gradient(grad_input, grad->unsqueeze(1), input) : grad_input,
+          input.scalar_type());
     }
     result.resize(8);
     return result;
@@ -224,7 +225,7 @@ Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTe
     at::AutoDispatchBelowADInplaceOrView guard;
     return call_loss(input, weight, bias, target, candidates, distinct, options, share);
   }
-  check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
+  check::strided_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
   register_row_tables(parse_options<SampledSoftmaxOptions>(kOp, options).sparse_grad, weight, bias);
   return LinearCandidateLoss::apply(input, weight, bias, target, candidates, distinct, options,
                                     share);
@@ -237,7 +238,8 @@ Tensor loss_autocast(const Tensor& input, const Tensor& weight, const OptionalTe
                      at::IntArrayRef distinct, std::string_view options,
                      const OptionalTensor& share) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
+  const OptionalTensor same =
+      is_defined(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return call_loss(input.to(weight.scalar_type()), weight, same, target, candidates, distinct,
                    options, share);
 }
@@ -258,7 +260,7 @@ LinearLossArguments::LinearLossArguments(const Tensor& input, const Tensor& weig
                     ": expected logit_scale of 1, no softcap and no z_loss in one step, got ",
                     this->options.logit_scale, ", ", this->options.softcap, " and ",
                     this->options.z_loss);
-  if (given(share)) {
+  if (is_defined(share)) {
     check::dim(kOp, "share", *share, 1);
     check::floating(kOp, "share", *share);
     check::size(kOp, "share", *share, 0, input.sym_size(0), "the rows of input");
@@ -279,8 +281,8 @@ Tensor targets_or_zero(const Tensor& target, int64_t ignore_index) {
 
 ScoreColumns::ScoreColumns(const c10::SymInt& row_width, const c10::SymInt& shared_width,
                            bool aligned)
-    : lead(aligned ? (8 - row_width % 8) % 8 : c10::SymInt(0)), count(row_width + shared_width),
-      width(aligned ? (lead + count + 7) / 8 * 8 : count) {}
+    : padding(aligned ? (8 - row_width % 8) % 8 : c10::SymInt(0)), count(row_width + shared_width),
+      width(aligned ? (padding + count + 7) / 8 * 8 : count) {}
 
 const Estimator& row_estimator(const SampledSoftmaxOptions& options) {
   const Estimator& estimator = find_estimator(kOp, options.estimator);
@@ -296,12 +298,12 @@ CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArgum
   const OptionalTensor& shared_ids = candidates.shared_ids;
   const Tensor ids = targets_or_zero(target, options.ignore_index),
                counts = target.ne(options.ignore_index);
-  const Tensor row_ids = given(candidates.private_ids)
+  const Tensor row_ids = is_defined(candidates.private_ids)
       ? at::cat({ids.unsqueeze(1), *candidates.private_ids}, 1)
       : ids.unsqueeze(1);
   const Tensor scores = candidate_scores(input, weight, bias, row_ids, shared_ids, false);
   Tensor loss = at::where(counts, estimator_loss(scores, ids, candidates, options), 0.0);
-  if (given(share)) {
+  if (is_defined(share)) {
     const Tensor shares = share->to(loss.scalar_type());
     // A query of weight 0 may have a loss of NaN.
     loss = at::where(shares.eq(0), 0.0, loss * shares);
@@ -311,8 +313,8 @@ CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArgum
   if (wanted[0] || wanted[1]) {
     const Tensor wide = counts.to(scores.scalar_type());
     const Tensor gradient = estimator_loss_backward(
-        given(share) ? at::where(counts, share->to(wide.scalar_type()), 0.0) : wide, scores, ids,
-        candidates, options);
+        is_defined(share) ? at::where(counts, share->to(wide.scalar_type()), 0.0) : wide, scores,
+        ids, candidates, options);
     if (wanted[0]) {
       grad_input = std::get<0>(candidate_scores_backward(gradient, input, weight, row_ids,
                                                          shared_ids, {true, false, false}))
@@ -321,11 +323,11 @@ CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArgum
     grad_scores = wanted[1] ? gradient : grad_scores;
   }
   if (aligned) {
-    const ScoreColumns columns(row_ids.size(1), given(shared_ids) ? shared_ids->size(0) : 0,
+    const ScoreColumns columns(row_ids.size(1), is_defined(shared_ids) ? shared_ids->size(0) : 0,
                                aligned);
-    const int64_t lead = columns.lead.expect_int();
+    const int64_t padding = columns.padding.expect_int();
     grad_scores = at::constant_pad_nd(
-        grad_scores, {lead, columns.width.expect_int() - lead - grad_scores.size(1)});
+        grad_scores, {padding, columns.width.expect_int() - padding - grad_scores.size(1)});
   }
   return {loss, grad_input, grad_scores, row_ids};
 }
@@ -354,7 +356,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 
 XSOFTMAX_AUTOCAST(m) {
   m.impl("linear_candidate_loss", loss_autocast);
-  below_autocast(m, {"linear_candidate_loss_forward"});
+  disable_autocast(m, {"linear_candidate_loss_forward"});
 }
 
 } // namespace xsoftmax

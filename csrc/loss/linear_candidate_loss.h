@@ -42,10 +42,10 @@ struct LinearLossArguments {
 };
 
 /// The layout of the gradients of the scores in a buffer [Q, width]: `count` columns from column
-/// `lead` on. Fast GPU matrix products read 16 bytes at a time, so if `aligned`, the shared
+/// `padding` on. Fast GPU matrix products read 16 bytes at a time, so if `aligned`, the shared
 /// candidates begin at a multiple of 8 columns, and `width` is a multiple of 8.
 struct ScoreColumns {
-  c10::SymInt lead, count, width;
+  c10::SymInt padding, count, width;
 
   /// row_width: 1 + P. shared_width: S. aligned: true for a GPU.
   ScoreColumns(const c10::SymInt& row_width, const c10::SymInt& shared_width, bool aligned);

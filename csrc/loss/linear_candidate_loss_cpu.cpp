@@ -86,14 +86,14 @@ void run_queries(const QueryPass<T>& pass) {
 Tensor ids_of_queries(const Tensor& target, const OptionalTensor& private_ids,
                       int64_t ignore_index) {
   const Tensor targets = target.contiguous(),
-               others = given(private_ids) ? private_ids->contiguous() : Tensor();
+               others = is_defined(private_ids) ? private_ids->contiguous() : Tensor();
   const int64_t queries = target.size(0), width = others.defined() ? others.size(1) : 0;
   const Tensor ids = at::empty({queries, 1 + width}, target.options());
-  const int64_t *const of_target = targets.const_data_ptr<int64_t>(),
+  const int64_t *const target_id = targets.const_data_ptr<int64_t>(),
                        *const other = others.defined() ? others.const_data_ptr<int64_t>() : nullptr;
   int64_t* const out = ids.mutable_data_ptr<int64_t>();
   for (int64_t q = 0; q < queries; ++q) {
-    out[q * (1 + width)] = of_target[q] == ignore_index ? 0 : of_target[q];
+    out[q * (1 + width)] = target_id[q] == ignore_index ? 0 : target_id[q];
     std::copy_n(other + q * width, width, out + q * (1 + width) + 1);
   }
   return ids;
@@ -119,15 +119,15 @@ Tensor first_column(const Tensor& row_ids) {
 struct SharedScores {
   Tensor rows, scores;
 
-  // Writes the columns of `all` after the first `lead`.
+  // Writes the columns of `all` after the first `padding`.
   SharedScores(const Tensor& query, const Tensor& table, const Tensor& bias, const Tensor& ids,
-               const Tensor& all, int64_t lead) {
+               const Tensor& all, int64_t padding) {
     if (ids.size(0) == 0) {
       return;
     }
-    const bool low = multiplies_bfloat16(table);
+    const bool low = uses_bfloat16_operands(table);
     rows = gather_rows_cpu(table, ids, low);
-    scores = strided_view(all, {query.size(0), ids.size(0)}, {all.stride(0), 1}, lead);
+    scores = strided_view(all, {query.size(0), ids.size(0)}, {all.stride(0), 1}, padding);
     if (bias.defined()) {
       scores.copy_(bias.index_select(0, ids));
     }
@@ -145,22 +145,22 @@ CandidateLossState forward_cpu(const LinearLossArguments& arguments, std::array<
   const int64_t ignore_index = arguments.options.ignore_index;
   const Tensor row_ids = ids_of_queries(target, candidates.private_ids, ignore_index);
   const Tensor id = first_column(row_ids);
-  const Tensor shared = given(candidates.shared_ids) ? candidates.shared_ids->contiguous()
-                                                     : at::empty({0}, target.options());
+  const Tensor shared = is_defined(candidates.shared_ids) ? candidates.shared_ids->contiguous()
+                                                          : at::empty({0}, target.options());
   const int64_t queries = input.size(0), features = input.size(1), row_width = row_ids.size(1);
   const auto dtype = opmath_dtype(input.scalar_type());
   const auto floats = input.options().dtype(dtype);
 
   // The gradient of the scores overwrites the scores.
-  const ScoreColumns laid_out(row_width, shared.size(0), aligned);
-  const Tensor buffer = recycled_empty({queries, laid_out.width.expect_int()}, floats),
+  const ScoreColumns layout(row_width, shared.size(0), aligned);
+  const Tensor buffer = recycled_empty({queries, layout.width.expect_int()}, floats),
                loss = at::empty({queries}, floats);
   const Tensor scores =
-      aligned ? buffer.narrow(1, laid_out.lead.expect_int(), row_width + shared.size(0)) : buffer;
+      aligned ? buffer.narrow(1, layout.padding.expect_int(), row_width + shared.size(0)) : buffer;
   const EstimatorArguments estimation(scores, id, candidates, arguments.options,
                                       row_estimator(arguments.options));
   check::class_ids(op, "target", target, weight.size(0), ignore_index);
-  if (given(candidates.private_ids)) {
+  if (is_defined(candidates.private_ids)) {
     check::class_ids(op, "private ids", *candidates.private_ids, weight.size(0));
   }
   check::class_ids(op, "shared ids", shared, weight.size(0));
@@ -168,18 +168,18 @@ CandidateLossState forward_cpu(const LinearLossArguments& arguments, std::array<
 
   const Tensor targets = target.contiguous(), query = input.contiguous(),
                table = with_unit_column_stride(weight);
-  const Tensor bias = given(arguments.bias) ? arguments.bias->contiguous() : Tensor();
+  const Tensor bias = is_defined(arguments.bias) ? arguments.bias->contiguous() : Tensor();
   const Tensor grad_input = recycled_empty({wanted[0] ? queries : 0, features}, floats);
   const SharedScores of_shared(query, table, bias, shared, scores, row_width);
   const LossOperands operands(estimation, scores);
-  const Tensor of_query = LossOperands::plain(arguments.share, dtype);
+  const Tensor query_scale = LossOperands::plain(arguments.share, dtype);
   dispatch_floating(input.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     using A = opmath<T>;
     LossRows<A> rows = operands.rows<A>(estimation);
     rows.loss = data<A>(loss);
     rows.grad_scores = wanted[0] || wanted[1] ? data<A>(scores) : nullptr;
-    rows.grad_loss = of_query.defined() ? const_data<A>(of_query) : nullptr;
+    rows.grad_loss = query_scale.defined() ? const_data<A>(query_scale) : nullptr;
     run_queries(QueryPass<T>{
         const_data<T>(query), const_data<T>(table), bias.defined() ? const_data<T>(bias) : nullptr,
         features, table.stride(0), row_ids.const_data_ptr<int64_t>(), queries, row_width,
@@ -188,7 +188,7 @@ CandidateLossState forward_cpu(const LinearLossArguments& arguments, std::array<
   });
   if (wanted[0] && of_shared.rows.defined()) {
     multiply(grad_input, of_shared.scores, of_shared.rows,
-             {.add = true, .bfloat16 = multiplies_bfloat16(weight)});
+             {.add = true, .bfloat16 = uses_bfloat16_operands(weight)});
   }
   return {loss, grad_input, wanted[1] ? buffer : buffer.new_empty({0, buffer.size(1)}), row_ids};
 }

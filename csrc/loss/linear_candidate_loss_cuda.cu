@@ -42,7 +42,7 @@ struct QueryPass {
   int64_t shared_grad_stride;
   LossRows<A> rows;
   RowLoss estimator;
-  int64_t kept_width; // elements per row in shared memory; 0: rows are not kept there
+  int64_t cached_width; // elements per row in shared memory; 0: rows are not kept there
   int64_t buffer_size;
   A* scratch; // buffers of the blocks in global memory; nullptr: they are in shared memory
   bool wide; // whether rows can be read 16 bytes at a time
@@ -53,11 +53,11 @@ struct QueryPass {
   }
 };
 
-// Writes the scores of the rows of a query, and copies the rows to `kept`. A warp processes kRows
-// rows at a time to keep as many loads in flight.
+// Writes the scores of the rows of a query, and copies the rows to `cached_rows`. A warp processes
+// kRows rows at a time to keep as many loads in flight.
 template <int N, typename T, typename Lanes>
 __device__ inline void score_rows(const QueryPass<T>& pass, const Lanes& lanes, int64_t q,
-                                  T* kept) {
+                                  T* cached_rows) {
   using A = at::opmath_type<T>;
   // kGroup: number of rows whose ids a warp reads at once.
   constexpr int kRows = 8, kGroup = Lanes::kWarps == 1 ? kWarp : kRows;
@@ -73,7 +73,7 @@ __device__ inline void score_rows(const QueryPass<T>& pass, const Lanes& lanes, 
       pass.row_ids[q * pass.row_width + mine] = id;
     }
     const int members = pass.row_width - group < kGroup ? int(pass.row_width - group) : kGroup;
-    A own = 0;
+    A my_score = 0;
 #pragma unroll 1
     for (int base = 0; base < members; base += kRows) {
       const T* row[kRows];
@@ -87,7 +87,7 @@ __device__ inline void score_rows(const QueryPass<T>& pass, const Lanes& lanes, 
 #pragma unroll 1 // the rows already provide enough parallel loads
       for (int64_t d = lane() * N; d < pass.features; d += kWarp * N) {
         Pack<T, N> pack[kRows];
-        const auto own_pack = load_pack<N>(x + d);
+        const auto input_pack = load_pack<N>(x + d);
 #pragma unroll
         for (int k = 0; k < kRows; ++k) {
           pack[k] = load_pack<N>(row[k] + d);
@@ -96,22 +96,22 @@ __device__ inline void score_rows(const QueryPass<T>& pass, const Lanes& lanes, 
         for (int k = 0; k < kRows; ++k) {
 #pragma unroll
           for (int i = 0; i < N; ++i) {
-            sum[k] += A(own_pack.values[i]) * A(pack[k].values[i]);
+            sum[k] += A(input_pack.values[i]) * A(pack[k].values[i]);
           }
-          if (pass.kept_width > 0 && base + k < members) {
-            *reinterpret_cast<Pack<T, N>*>(kept + (group + base + k) * pass.kept_width + d) =
-                pack[k];
+          if (pass.cached_width > 0 && base + k < members) {
+            *reinterpret_cast<Pack<T, N>*>(cached_rows + (group + base + k) * pass.cached_width +
+                                           d) = pack[k];
           }
         }
       }
 #pragma unroll
       for (int k = 0; k < kRows; ++k) {
         const A total = warp_sum(sum[k]);
-        own = lane() == base + k ? total : own;
+        my_score = lane() == base + k ? total : my_score;
       }
     }
     if (have) {
-      score[mine] = own + (pass.bias == nullptr ? A(0) : A(pass.bias[id]));
+      score[mine] = my_score + (pass.bias == nullptr ? A(0) : A(pass.bias[id]));
     }
   }
 }
@@ -143,17 +143,18 @@ __device__ inline void sum_rows(A* out, const A* coefficient, int64_t count, int
   }
 }
 
-// Writes the gradient of the input of a query, reading the rows from `kept` or from the table.
+// Writes the gradient of the input of a query, reading the rows from `cached_rows` or from the
+// table.
 template <int N, typename T, typename Lanes>
 __device__ inline void sum_input_grad(const QueryPass<T>& pass, const Lanes& lanes, int64_t q,
-                                      const T* kept, at::opmath_type<T>* gradient) {
+                                      const T* cached_rows, at::opmath_type<T>* gradient) {
   const auto* coefficient = pass.scores + q * pass.rows.stride;
   const int64_t* ids = pass.row_ids + q * pass.row_width;
 #pragma unroll 1
   for (int64_t d = lanes.index() * N; d < pass.features; d += Lanes::kStep * N) {
-    if (pass.kept_width > 0) {
+    if (pass.cached_width > 0) {
       sum_rows<N, T>(gradient, coefficient, pass.row_width, d,
-                     [&](int64_t j) { return kept + j * pass.kept_width; });
+                     [&](int64_t j) { return cached_rows + j * pass.cached_width; });
     } else {
       sum_rows<N, T>(gradient, coefficient, pass.row_width, d,
                      [&](int64_t j) { return pass.weight + ids[j] * pass.stride; });
@@ -162,10 +163,10 @@ __device__ inline void sum_input_grad(const QueryPass<T>& pass, const Lanes& lan
 }
 
 // Processes a query: scores its rows, runs the estimator, and computes the gradient of its input
-// from the same rows. `kept`: shared memory for the rows.
+// from the same rows. `cached_rows`: shared memory for the rows.
 template <typename T, typename Lanes>
-__device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, int64_t q, T* kept,
-                                at::opmath_type<T>* buffer) {
+__device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, int64_t q,
+                                T* cached_rows, at::opmath_type<T>* buffer) {
   using A = at::opmath_type<T>;
   constexpr int kWide = 16 / sizeof(T);
   const int64_t width = 1 + pass.rows.candidates(), shared = width - pass.row_width;
@@ -191,12 +192,13 @@ __device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, in
       CUDA_KERNEL_ASSERT(id >= 0 && id < pass.num_classes);
       pass.row_ids[q * pass.row_width + j] = id;
     }
-    if (lanes.leads()) {
+    if (lanes.is_leader()) {
       pass.rows.loss[q] = pass.rows.ignored_loss(q);
     }
     return;
   }
-  pass.wide ? score_rows<kWide>(pass, lanes, q, kept) : score_rows<1>(pass, lanes, q, kept);
+  pass.wide ? score_rows<kWide>(pass, lanes, q, cached_rows)
+            : score_rows<1>(pass, lanes, q, cached_rows);
   if (pass.shared_bias != nullptr) {
     for (int64_t j = lanes.first(0); j < shared; j += Lanes::kStep) {
       score[pass.row_width + j] += A(pass.shared_bias[j]);
@@ -209,8 +211,8 @@ __device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, in
     rounded()[j] = T(score[pass.row_width + j]);
   }
   if (pass.grad_input != nullptr) {
-    pass.wide ? sum_input_grad<kWide>(pass, lanes, q, kept, gradient())
-              : sum_input_grad<1>(pass, lanes, q, kept, gradient());
+    pass.wide ? sum_input_grad<kWide>(pass, lanes, q, cached_rows, gradient())
+              : sum_input_grad<1>(pass, lanes, q, cached_rows, gradient());
   }
 }
 
@@ -221,8 +223,8 @@ __global__ void warp_queries_kernel(const __grid_constant__ QueryPass<T> pass) {
   using A = at::opmath_type<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   const int64_t warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp;
-  const int64_t bytes =
-      pass.buffer_size * int64_t(sizeof(A)) + pass.row_width * pass.kept_width * int64_t(sizeof(T));
+  const int64_t bytes = pass.buffer_size * int64_t(sizeof(A)) +
+      pass.row_width * pass.cached_width * int64_t(sizeof(T));
   unsigned char* mine = shared + warp * bytes;
   for (int64_t q = blockIdx.x * warps + warp; q < pass.queries; q += gridDim.x * warps) {
     run_pass(pass, WarpLanes{}, q, reinterpret_cast<T*>(mine + pass.buffer_size * sizeof(A)),
@@ -260,10 +262,10 @@ void launch(QueryPass<T> pass, const Tensor& like) {
     return;
   }
   pass.buffer_size = whole_packs<A>(pass.rows.buffer_size(pass.estimator));
-  const int64_t kept_width = pass.grad_input ? whole_packs<T>(pass.features) : 0;
+  const int64_t cached_width = pass.grad_input ? whole_packs<T>(pass.features) : 0;
   const RowPlan plan(pass.queries, pass.rows.candidates(), pass.buffer_size * int64_t(sizeof(A)),
-                     pass.row_width * kept_width * int64_t(sizeof(T)), like);
-  pass.kept_width = plan.keeps ? kept_width : 0;
+                     pass.row_width * cached_width * int64_t(sizeof(T)), like);
+  pass.cached_width = plan.keeps_rows_in_shared ? cached_width : 0;
   pass.scratch = plan.scratch_pointer<A>();
   pass.wide = aligned(pass.input, pass.features, sizeof(T)) &&
       aligned(pass.weight, pass.stride, sizeof(T)) &&
@@ -288,12 +290,12 @@ struct Operands {
 
   explicit Operands(const LinearLossArguments& arguments)
       : query(arguments.input.contiguous()), table(with_unit_column_stride(arguments.weight)),
-        bias(given(arguments.bias) ? arguments.bias->contiguous() : Tensor()),
+        bias(is_defined(arguments.bias) ? arguments.bias->contiguous() : Tensor()),
         targets(arguments.target.contiguous()),
-        private_ids(given(arguments.candidates.private_ids)
+        private_ids(is_defined(arguments.candidates.private_ids)
                         ? arguments.candidates.private_ids->contiguous()
                         : targets.new_empty({query.size(0), 0})),
-        shared(given(arguments.candidates.shared_ids)
+        shared(is_defined(arguments.candidates.shared_ids)
                    ? arguments.candidates.shared_ids->contiguous()
                    : targets.new_empty({0})),
         row_width(1 + private_ids.size(1)), shared_width(shared.size(0)) {}
@@ -337,10 +339,10 @@ CandidateLossState forward_cuda(const LinearLossArguments& arguments, std::array
   const auto floats = query.options().dtype(opmath_dtype(query.scalar_type()));
 
   // The gradient of the scores overwrites the scores.
-  const ScoreColumns laid_out(row_width, shared_width, aligned);
-  const Tensor buffer = at::empty({queries, laid_out.width.expect_int()}, floats),
+  const ScoreColumns layout(row_width, shared_width, aligned);
+  const Tensor buffer = at::empty({queries, layout.width.expect_int()}, floats),
                loss = at::empty({queries}, floats);
-  const Tensor scores = buffer.narrow(1, laid_out.lead.expect_int(), row_width + shared_width);
+  const Tensor scores = buffer.narrow(1, layout.padding.expect_int(), row_width + shared_width);
   const Tensor row_ids = at::empty({queries, row_width}, tensors.targets.options());
   const EstimatorArguments estimation(scores, tensors.targets, arguments.candidates,
                                       arguments.options, row_estimator(arguments.options));
@@ -350,13 +352,13 @@ CandidateLossState forward_cuda(const LinearLossArguments& arguments, std::array
     shared_rows = tensors.table.index_select(0, tensors.shared);
     shared_bias = bias.defined() ? bias.index_select(0, tensors.shared) : shared_bias;
     product_out_cuda(scores.narrow(1, row_width, shared_width), query, shared_rows.t());
-    if (wanted[0] && multiplies_rounded(query.scalar_type())) {
+    if (wanted[0] && rounds_coefficients(query.scalar_type())) {
       shared_grad = at::empty({queries, whole_packs<at::BFloat16>(shared_width)}, query.options())
                         .narrow(1, 0, shared_width);
     }
   }
   const LossOperands operands(estimation, scores);
-  const Tensor of_query = LossOperands::plain(arguments.share, scores.scalar_type());
+  const Tensor query_scale = LossOperands::plain(arguments.share, scores.scalar_type());
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, query.scalar_type(), "linear_candidate_loss_cuda", [&] {
         using A = at::opmath_type<scalar_t>;
@@ -366,7 +368,7 @@ CandidateLossState forward_cuda(const LinearLossArguments& arguments, std::array
         pass.rows = operands.rows<A>(estimation);
         pass.rows.loss = loss.mutable_data_ptr<A>();
         pass.rows.grad_scores = wanted[0] || wanted[1] ? pass.scores : nullptr;
-        pass.rows.grad_loss = of_query.defined() ? of_query.const_data_ptr<A>() : nullptr;
+        pass.rows.grad_loss = query_scale.defined() ? query_scale.const_data_ptr<A>() : nullptr;
         pass.estimator = *estimation.estimator.row_loss;
         launch(pass, scores);
       });

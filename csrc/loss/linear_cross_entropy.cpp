@@ -113,7 +113,7 @@ CrossEntropyWithGradients with_gradients_meta(const Tensor& grad, const Tensor& 
 Tensor mean_divisor(const Tensor& target, const OptionalTensor& class_weight, int64_t ignore_index,
                     at::ScalarType dtype) {
   const Tensor counted = target.ne(ignore_index);
-  if (!given(class_weight)) {
+  if (!is_defined(class_weight)) {
     return counted.sum().to(dtype);
   }
   // Clamps ids out of range, which the kernel reports.
@@ -135,10 +135,11 @@ Tensor reduce(const Tensor& loss, const Tensor& target, const OptionalTensor& cl
   }
 }
 
-// Returns gradient * factor in the dtype of `source`. If `gradient` is `ours` and already has that
-// dtype, works in place, and returns it unchanged for a factor of 1.
-Tensor scaled(const Tensor& gradient, const Tensor& factor, const Tensor& source, bool ours) {
-  if (!ours || at::isTensorSubclassLike(gradient) || at::isTensorSubclassLike(factor)) {
+// Returns gradient * factor in the dtype of `source`. If `gradient` is `owns_gradient` and already
+// has that dtype, works in place, and returns it unchanged for a factor of 1.
+Tensor scaled(const Tensor& gradient, const Tensor& factor, const Tensor& source,
+              bool owns_gradient) {
+  if (!owns_gradient || at::isTensorSubclassLike(gradient) || at::isTensorSubclassLike(factor)) {
     return scale_gradient(gradient, factor, source).to(source.scalar_type());
   }
   if (gradient.scalar_type() != source.scalar_type()) {
@@ -160,30 +161,30 @@ class ReducedCrossEntropy : public torch::autograd::Function<ReducedCrossEntropy
                         const OptionalTensor& shares, std::string_view text) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const std::array<bool, 3> wanted{input.requires_grad(), weight.requires_grad(),
-                                     given(bias) && bias->requires_grad()};
+                                     is_defined(bias) && bias->requires_grad()};
     const Tensor counted = mask_ignored_rows(
         input, target, parse_options<CrossEntropyOptions>(kOp, text).ignore_index);
     const Tensor grad =
-        given(shares) ? *shares : divisor->reciprocal().expand_symint({input.sym_size(0)});
+        is_defined(shares) ? *shares : divisor->reciprocal().expand_symint({input.sym_size(0)});
     auto [loss, grad_input, grad_weight, grad_bias] =
         call_with_gradients(grad, counted, weight, bias, target, class_weight, text, wanted);
     ctx->save_for_backward(
         {grad_input, grad_weight, grad_bias, input, weight, bias.value_or(Tensor())});
     // Hooks may keep references to the saved tensors.
     ctx->saved_data["hooked"] = at::SavedTensorDefaultHooks::get_hooks().has_value();
-    return given(shares) ? at::dot(loss, *shares) : loss.sum() / *divisor;
+    return is_defined(shares) ? at::dot(loss, *shares) : loss.sum() / *divisor;
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     // Whether nothing else can read the saved gradients, so that they may be changed in place.
-    const bool ours = !torch::autograd::get_current_graph_task_keep_graph() &&
+    const bool owns_gradient = !torch::autograd::get_current_graph_task_keep_graph() &&
         !at::GradMode::is_enabled() && !ctx->saved_data["hooked"].toBool();
     torch::autograd::variable_list result(8);
     for (const size_t i : {0, 1, 2}) {
       if (ctx->needs_input_grad(i)) {
-        result[i] = scaled(saved[i], grads[0], saved[3 + i], ours);
+        result[i] = scaled(saved[i], grads[0], saved[3 + i], owns_gradient);
       }
     }
     return result;
@@ -247,22 +248,23 @@ Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight,
     return tensor.requires_grad() || tensor._fw_grad(/*level=*/0).defined();
   };
   const bool needed = at::GradMode::is_enabled() &&
-      (derived(input) || derived(weight) || (given(bias) && derived(*bias)));
+      (derived(input) || derived(weight) || (is_defined(bias) && derived(*bias)));
   if (!needed) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return call_loss(input, weight, bias, target, class_weight, text);
   }
   check::finite_queries(kOp, "input", input, target, options.ignore_index);
-  check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
+  check::strided_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
   const OptionalTensor weights =
-      given(class_weight) ? OptionalTensor(class_weight->detach()) : std::nullopt;
+      is_defined(class_weight) ? OptionalTensor(class_weight->detach()) : std::nullopt;
   const at::ScalarType sums = opmath_dtype(input.scalar_type());
   if (reduction != at::Reduction::None &&
       (input.scalar_type() == sums || check::on_device(input))) {
     OptionalTensor divisor, shares;
     // The mean over an empty batch is NaN.
     const bool empty = TORCH_GUARD_SIZE_OBLIVIOUS(input.sym_size(0).sym_eq(0));
-    if (reduction == at::Reduction::Mean && check::on_device(input) && !given(weights) && !empty) {
+    if (reduction == at::Reduction::Mean && check::on_device(input) && !is_defined(weights) &&
+        !empty) {
       shares = mean_shares(target, options.ignore_index, sums);
     } else {
       divisor = reduction == at::Reduction::Mean
@@ -281,7 +283,8 @@ Tensor linear_cross_entropy_autocast(const Tensor& input, const Tensor& weight,
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const CastOperands cast(input, weight, bias);
   // Class weights are cast to float32, because the loss is computed in float32.
-  const OptionalTensor weights = given(class_weight) && class_weight->scalar_type() != at::kDouble
+  const OptionalTensor weights =
+      is_defined(class_weight) && class_weight->scalar_type() != at::kDouble
       ? OptionalTensor(class_weight->to(at::kFloat))
       : class_weight;
   return call_loss(cast.input, cast.weight, cast.bias, target, weights, text);
@@ -310,7 +313,7 @@ CrossEntropyOptions check_linear_cross_entropy(const Tensor& input, const Tensor
   check::int64(kOp, "target", target);
   check::same_device(kOp, "target", target, "input", input);
   check::size(kOp, "target", target, 0, input.sym_size(0), "the rows of input");
-  if (given(class_weight)) {
+  if (is_defined(class_weight)) {
     check::dim(kOp, "class_weight", *class_weight, 1);
     check::same_device(kOp, "class_weight", *class_weight, "input", input);
     check::size(kOp, "class_weight", *class_weight, 0, weight.sym_size(0), "the rows of weight");
@@ -369,8 +372,8 @@ CrossEntropyWithGradients linear_cross_entropy_with_gradients_composite(
   if (const auto dtype = opmath_dtype(input.scalar_type()); input.scalar_type() != dtype) {
     const auto wide = [dtype](const Tensor& tensor) { return tensor.to(dtype); };
     return linear_cross_entropy_with_gradients_composite(
-        grad, wide(input), wide(weight), given(bias) ? OptionalTensor(wide(*bias)) : bias, target,
-        class_weight, text, output_mask);
+        grad, wide(input), wide(weight), is_defined(bias) ? OptionalTensor(wide(*bias)) : bias,
+        target, class_weight, text, output_mask);
   }
   auto [loss, normalizer, saved] =
       call_forward(input, weight, bias, target, class_weight, text, true);
@@ -422,9 +425,9 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 
 XSOFTMAX_AUTOCAST(m) {
   m.impl("linear_cross_entropy", linear_cross_entropy_autocast);
-  below_autocast(m,
-                 {"linear_cross_entropy_forward", "linear_cross_entropy_backward",
-                  "linear_cross_entropy_with_gradients"});
+  disable_autocast(m,
+                   {"linear_cross_entropy_forward", "linear_cross_entropy_backward",
+                    "linear_cross_entropy_with_gradients"});
 }
 
 } // namespace xsoftmax

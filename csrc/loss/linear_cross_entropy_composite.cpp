@@ -33,26 +33,27 @@ constexpr int64_t kReferenceBlock = 8192; // classes per block
 struct ReferenceTerms {
   // bias and class_weight: [N], zeros and ones if absent.
   Tensor query, bias, class_weight, counted, target_weight, z_weight;
-  double even;
+  double smoothing_weight;
   LogitOptions transform;
 
   ReferenceTerms(const Tensor& input, const Tensor& weight, const OptionalTensor& bias_or_none,
                  const Tensor& target, const OptionalTensor& class_weight_or_none,
                  const CrossEntropyOptions& options)
       : query(input.to(opmath_dtype(input.scalar_type()))),
-        bias(given(bias_or_none) ? bias_or_none->to(query.scalar_type())
-                                 : at::zeros({weight.size(0)}, query.options())),
-        class_weight(given(class_weight_or_none) ? class_weight_or_none->to(query.scalar_type())
-                                                 : at::ones({weight.size(0)}, query.options())),
+        bias(is_defined(bias_or_none) ? bias_or_none->to(query.scalar_type())
+                                      : at::zeros({weight.size(0)}, query.options())),
+        class_weight(is_defined(class_weight_or_none)
+                         ? class_weight_or_none->to(query.scalar_type())
+                         : at::ones({weight.size(0)}, query.options())),
         counted(target.ne(options.ignore_index)),
-        even(weight.size(0) > 0 ? options.label_smoothing / double(weight.size(0)) : 0),
+        smoothing_weight(weight.size(0) > 0 ? options.label_smoothing / double(weight.size(0)) : 0),
         transform(options) {
-    const Tensor of_target = weight.size(0) > 0
+    const Tensor weight_of_target = weight.size(0) > 0
         ? class_weight.index_select(0, target.masked_fill(counted.logical_not(), 0))
         : at::zeros({target.size(0)}, query.options());
-    target_weight = of_target * (1 - options.label_smoothing);
+    target_weight = weight_of_target * (1 - options.label_smoothing);
     if (options.z_loss != 0) {
-      z_weight = of_target * options.z_loss;
+      z_weight = weight_of_target * options.z_loss;
     }
   }
 
@@ -66,7 +67,8 @@ struct ReferenceTerms {
     // Without smoothing the class weights of all classes are not used, because an infinite one
     // times 0 would be NaN.
     const Tensor scale =
-        (even > 0 ? target_grad + even_grad * class_weight.sum() : target_grad).unsqueeze(1);
+        (smoothing_weight > 0 ? target_grad + even_grad * class_weight.sum() : target_grad)
+            .unsqueeze(1);
     if (z_loss == 0) {
       return scale;
     }
@@ -96,7 +98,7 @@ CrossEntropyState linear_cross_entropy_forward_reference(const Tensor& input, co
   const Tensor saved_logits = at::empty({queries, saved}, floats);
   Tensor largest = at::full({queries}, -std::numeric_limits<double>::infinity(), floats),
          sum = at::zeros({queries}, floats), target_logit = at::zeros({queries}, floats),
-         even_sum = at::zeros({queries}, floats.dtype(at::kDouble));
+         weighted_logit_sum = at::zeros({queries}, floats.dtype(at::kDouble));
   for (int64_t begin = 0; begin < classes; begin += kReferenceBlock) {
     const int64_t size = std::min(kReferenceBlock, classes - begin);
     const Tensor products = terms.products(weight, begin, size);
@@ -110,20 +112,20 @@ CrossEntropyState linear_cross_entropy_forward_reference(const Tensor& input, co
         new_largest.masked_fill(new_largest.eq(-std::numeric_limits<double>::infinity()), 0);
     sum = sum * (largest - shift).exp() + (logits - shift.unsqueeze(1)).exp().sum(1);
     largest = new_largest;
-    const Tensor here = target.ge(begin).logical_and(target.lt(begin + size));
+    const Tensor in_block = target.ge(begin).logical_and(target.lt(begin + size));
     target_logit = at::where(
-        here, logits.gather(1, (target - begin).clamp(0, size - 1).unsqueeze(1)).squeeze(1),
+        in_block, logits.gather(1, (target - begin).clamp(0, size - 1).unsqueeze(1)).squeeze(1),
         target_logit);
-    if (terms.even > 0) {
-      even_sum =
-          even_sum + (logits.to(at::kDouble) * terms.class_weight.narrow(0, begin, size)).sum(1);
+    if (terms.smoothing_weight > 0) {
+      weighted_logit_sum = weighted_logit_sum +
+          (logits.to(at::kDouble) * terms.class_weight.narrow(0, begin, size)).sum(1);
     }
   }
   const Tensor log_sum = sum.log();
   Tensor loss = terms.target_weight * ((largest - target_logit) + log_sum);
-  if (terms.even > 0) {
+  if (terms.smoothing_weight > 0) {
     const Tensor whole = (largest.to(at::kDouble) + log_sum) * terms.class_weight.sum(at::kDouble);
-    loss = loss + (terms.even * (whole - even_sum)).to(loss.scalar_type());
+    loss = loss + (terms.smoothing_weight * (whole - weighted_logit_sum)).to(loss.scalar_type());
   }
   if (options.z_loss != 0) {
     loss = loss + terms.z_weight * (largest + log_sum).square();
@@ -143,12 +145,13 @@ LinearGradients linear_cross_entropy_backward_reference(
   const ReferenceTerms terms(input, weight, bias, target, class_weight, options);
   const Tensor ignored = terms.counted.logical_not();
   const Tensor target_grad = (grad * terms.target_weight).masked_fill(ignored, 0);
-  const Tensor even =
-      terms.even > 0 ? (grad * terms.even).masked_fill(ignored, 0) : at::zeros_like(grad);
+  const Tensor smoothing_weight = terms.smoothing_weight > 0
+      ? (grad * terms.smoothing_weight).masked_fill(ignored, 0)
+      : at::zeros_like(grad);
   const Tensor largest = normalizer.select(0, 0).unsqueeze(1),
                log_sum = normalizer.select(0, 1).unsqueeze(1);
-  const Tensor scale =
-      terms.probability_scale(grad, target_grad, even, ignored, normalizer, options.z_loss);
+  const Tensor scale = terms.probability_scale(grad, target_grad, smoothing_weight, ignored,
+                                               normalizer, options.z_loss);
   Tensor grad_input = at::zeros({want_input ? input.size(0) : 0, features}, terms.query.options());
   const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
   const Tensor grad_bias = at::empty({want_bias ? classes : 0}, input.options());
@@ -156,12 +159,12 @@ LinearGradients linear_cross_entropy_backward_reference(
     const int64_t size = std::min(kReferenceBlock, classes - begin);
     const Tensor logits = terms.logits(terms.products(weight, begin, size), begin);
     Tensor slope = scale * ((logits - largest) - log_sum).exp();
-    if (terms.even > 0) {
-      slope = slope - even.unsqueeze(1) * terms.class_weight.narrow(0, begin, size);
+    if (terms.smoothing_weight > 0) {
+      slope = slope - smoothing_weight.unsqueeze(1) * terms.class_weight.narrow(0, begin, size);
     }
-    const Tensor here = target.ge(begin).logical_and(target.lt(begin + size));
+    const Tensor in_block = target.ge(begin).logical_and(target.lt(begin + size));
     slope.scatter_add_(1, (target - begin).clamp(0, size - 1).unsqueeze(1),
-                       target_grad.neg().masked_fill(here.logical_not(), 0).unsqueeze(1));
+                       target_grad.neg().masked_fill(in_block.logical_not(), 0).unsqueeze(1));
     if (transforms(options)) {
       slope = (slope * transform_derivative(logits, options)).masked_fill(ignored.unsqueeze(1), 0);
     }

@@ -34,7 +34,7 @@ struct LossTerms {
   int64_t ignore_index;
   const A* class_weight; // nullptr: ones
   double label_smoothing;
-  double even;           // label_smoothing / classes
+  double smoothing_weight;           // label_smoothing / classes
   double weight_sum;     // sum of all class weights; set only if even > 0
   double z_loss;
 
@@ -56,7 +56,7 @@ struct LossInputs {
              const OptionalTensor& class_weight, const CrossEntropyOptions& options)
       : target(target.contiguous()), options(options), classes(weight.size(0)) {
     check::class_ids(op, "target", this->target, classes, options.ignore_index);
-    if (given(class_weight)) {
+    if (is_defined(class_weight)) {
       this->class_weight = class_weight->to(opmath_dtype(input.scalar_type())).contiguous();
     }
   }
@@ -65,15 +65,16 @@ struct LossInputs {
   LossTerms<A> terms() const {
     const A* weights = class_weight.defined() ? const_data<A>(class_weight) : nullptr;
     const double label_smoothing = options.label_smoothing,
-                 even = label_smoothing > 0 && classes > 0 ? label_smoothing / double(classes) : 0;
-    const double sum = even == 0 ? 0
-        : weights == nullptr     ? double(classes)
-                                 : class_weight.sum(at::kDouble).item<double>();
+                 smoothing_weight =
+                     label_smoothing > 0 && classes > 0 ? label_smoothing / double(classes) : 0;
+    const double sum = smoothing_weight == 0 ? 0
+        : weights == nullptr                 ? double(classes)
+                                             : class_weight.sum(at::kDouble).item<double>();
     return {target.const_data_ptr<int64_t>(),
             options.ignore_index,
             weights,
             label_smoothing,
-            even,
+            smoothing_weight,
             sum,
             options.z_loss};
   }
@@ -95,19 +96,19 @@ struct SavedLogits {
 template <typename A>
 struct GroupSums {
   std::vector<A> max, sum;
-  std::vector<double> even; // sum_c class_weight_c s_c
+  std::vector<double> weighted_sum; // sum_c class_weight_c s_c
 
   GroupSums(int64_t queries, bool smooth)
       : max(queries, -std::numeric_limits<A>::infinity()), sum(queries, A(0)),
-        even(smooth ? queries : 0, 0.0) {}
+        weighted_sum(smooth ? queries : 0, 0.0) {}
 
   void join(const GroupSums& other, int64_t q) {
     const A top = max[q] > other.max[q] ? max[q] : other.max[q];
     const A shift = top == -std::numeric_limits<A>::infinity() ? A(0) : top;
     sum[q] = sum[q] * std::exp(max[q] - shift) + other.sum[q] * std::exp(other.max[q] - shift);
     max[q] = top;
-    if (!even.empty()) {
-      even[q] += other.even[q];
+    if (!weighted_sum.empty()) {
+      weighted_sum[q] += other.weighted_sum[q];
     }
   }
 };
@@ -121,7 +122,7 @@ class ForwardPass {
       : operands_(operands), plan_(plan), terms_(terms), saved_(saved),
         transform_(transform, operands), bias_(transform_.remaining_bias()),
         queries_(operands.input.size(0)), target_logit_(queries_, A(0)),
-        groups_(plan.groups, GroupSums<A>(queries_, terms.even > 0)) {}
+        groups_(plan.groups, GroupSums<A>(queries_, terms.smoothing_weight > 0)) {}
 
   void run(A* loss, A* normalizer) {
     for_each_group(plan_, [&](int64_t first, int64_t last) {
@@ -156,20 +157,20 @@ class ForwardPass {
   void fold_block(GroupSums<A>& sums, const Tensor& logits, const ClassBlock& block) {
     const A* bias = bias_ == nullptr ? nullptr : bias_ + block.begin;
     const A* weight = terms_.class_weight == nullptr ? nullptr : terms_.class_weight + block.begin;
-    const double weight_sum = terms_.even > 0 && weight != nullptr
+    const double weight_sum = terms_.smoothing_weight > 0 && weight != nullptr
         ? std::accumulate(weight, weight + block.size, 0.0)
         : double(block.size);
     at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
       for (int64_t q = first; q < last; ++q) {
         const A* row = const_data<A>(logits) + q * logits.stride(0);
         softmax_rows().of(row).fold(&sums.max[q], &sums.sum[q], row, bias, block.size);
-        if (terms_.even > 0) {
+        if (terms_.smoothing_weight > 0) {
           // Subtracts the running maximum, because a float sum of logits far from 0 loses
           // precision.
           const A shift = std::isfinite(sums.max[q]) ? sums.max[q] : A(0);
-          sums.even[q] +=
+          sums.weighted_sum[q] +=
               double(softmax_rows().of(row).weighted_sum(row, bias, weight, shift, block.size));
-          sums.even[q] += weight_sum * double(shift);
+          sums.weighted_sum[q] += weight_sum * double(shift);
         }
         const int64_t j = terms_.target[q] - block.begin;
         if (uint64_t(j) < uint64_t(block.size)) {
@@ -185,11 +186,12 @@ class ForwardPass {
       const A log_normalizer = sums.max[q] + log_sum;
       loss += terms_.z_weight(q) * log_normalizer * log_normalizer;
     }
-    if (terms_.even == 0) {
+    if (terms_.smoothing_weight == 0) {
       return loss;
     }
     return loss +
-        A(terms_.even * (terms_.weight_sum * (double(sums.max[q]) + log_sum) - sums.even[q]));
+        A(terms_.smoothing_weight *
+          (terms_.weight_sum * (double(sums.max[q]) + log_sum) - sums.weighted_sum[q]));
   }
 
   const LinearOperands& operands_;
@@ -248,7 +250,7 @@ class BackwardPass {
       transform_.apply(slope, block);
     }
     const A* bias = bias_ == nullptr ? nullptr : bias_ + block.begin;
-    const A* weight = terms_.class_weight == nullptr || terms_.even == 0
+    const A* weight = terms_.class_weight == nullptr || terms_.smoothing_weight == 0
         ? nullptr
         : terms_.class_weight + block.begin;
     at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
@@ -257,22 +259,24 @@ class BackwardPass {
         const auto& kernels = softmax_rows().of(row);
         const bool ignored = terms_.ignored(q);
         const A target_grad = ignored ? A(0) : grad_[q] * terms_.target_weight(q);
-        const A even = ignored || terms_.even == 0 ? A(0) : A(grad_[q] * terms_.even);
+        const A smoothing_weight =
+            ignored || terms_.smoothing_weight == 0 ? A(0) : A(grad_[q] * terms_.smoothing_weight);
         const A max = normalizer_[q],
-                scale = A((target_grad + even * terms_.weight_sum + z_grad(q, ignored)) *
-                          std::exp(-normalizer_[queries_ + q]));
+                scale =
+                    A((target_grad + smoothing_weight * terms_.weight_sum + z_grad(q, ignored)) *
+                      std::exp(-normalizer_[queries_ + q]));
         const A* logits = block.saved ? const_data<A>(saved) + q * saved.stride(0) : row;
         const int64_t j = terms_.target[q] - block.begin;
-        const bool here = uint64_t(j) < uint64_t(block.size);
+        const bool in_block = uint64_t(j) < uint64_t(block.size);
         A at_target = target_grad; // subtracted from the gradient of the target's score
         if (transform_.active()) { // read before the gradient overwrites the logit
-          at_target *= here ? transform_.derivative(logits[j]) : A(1);
-          kernels.transformed_gradient(row, logits, weight, max, scale, even, block.size,
-                                       transform_.rows());
+          at_target *= in_block ? transform_.derivative(logits[j]) : A(1);
+          kernels.transformed_gradient(row, logits, weight, max, scale, smoothing_weight,
+                                       block.size, transform_.rows());
         } else {
-          kernels.gradient(row, logits, bias, weight, max, scale, even, block.size);
+          kernels.gradient(row, logits, bias, weight, max, scale, smoothing_weight, block.size);
         }
-        if (here) {
+        if (in_block) {
           row[j] -= at_target;
         }
       }
@@ -392,7 +396,7 @@ CrossEntropyWithGradients linear_cross_entropy_with_gradients_cpu(
       grad, input, weight, bias, target, class_weight, text);
   const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1);
   int64_t step = chunk_size(queries, classes, int64_t(input.dtype().itemsize()));
-  if (step < queries && multiplies_bfloat16(weight)) {
+  if (step < queries && uses_bfloat16_operands(weight)) {
     // Recomputing a product costs less than reading and writing the gradient of the table again.
     step = 0;
   }

@@ -31,7 +31,7 @@ struct Terms {
   const A* class_weight;    // nullptr: ones
   const double* weight_sum; // sum of all class weights; nullptr: the number of classes
   A label_smoothing;
-  double even; // label_smoothing / classes
+  double smoothing_weight; // label_smoothing / classes
   A z_loss;
 
   __device__ bool ignored(int64_t q) const {
@@ -54,7 +54,8 @@ struct Terms {
     }
     A value = target_weight(q) * ((row.max - block.target_logit(q)) + log_sum);
     if (label_smoothing != 0) {
-      value += A(even * (all_weights() * (double(row.max) + log_sum) - row.even));
+      value +=
+          A(smoothing_weight * (all_weights() * (double(row.max) + log_sum) - row.weighted_sum));
     }
     if (z_loss != 0) {
       const A log_normalizer = row.max + log_sum;
@@ -94,11 +95,12 @@ __device__ inline void slope_row(Out* out, const LogitBlock<A>& block, const Ter
                                  int64_t q, A grad, A max, A log_sum) {
   const bool ignored = terms.ignored(q);
   const A target_grad = ignored ? A(0) : grad * terms.target_weight(q),
-          even = ignored ? A(0) : A(grad * terms.even);
+          smoothing_weight = ignored ? A(0) : A(grad * terms.smoothing_weight);
   const A z_grad =
       ignored || terms.z_loss == 0 ? A(0) : 2 * grad * terms.z_weight(q) * (max + log_sum);
-  const A scale =
-      ignored ? A(0) : A((target_grad + even * terms.all_weights() + z_grad) * exp(-log_sum));
+  const A scale = ignored
+      ? A(0)
+      : A((target_grad + smoothing_weight * terms.all_weights() + z_grad) * exp(-log_sum));
   const int64_t place = ignored ? -1 : terms.target[q] - block.begin;
   const A* row = block.products + q * block.stride;
   for (int64_t base = 0; base < block.size; base += int64_t(blockDim.x) * N) {
@@ -111,7 +113,7 @@ __device__ inline void slope_row(Out* out, const LogitBlock<A>& block, const Ter
         if (j + i < block.size && !ignored) { // ignored queries get 0 even if a logit is not finite
           const A x = block.logit(pack.values[i], j + i);
           const A value = scale * exponential_below(x - max) -
-              (even == A(0) ? A(0) : even * block.weight_of(j + i));
+              (smoothing_weight == A(0) ? A(0) : smoothing_weight * block.weight_of(j + i));
           slope[i] = (value - (j + i == place ? target_grad : A(0))) * block.form.derivative(x);
         }
       }
@@ -163,8 +165,8 @@ struct Operands {
       : query(input.contiguous()), target(target.contiguous()), queries(input.size(0)),
         classes(weight.size(0)), options(options) {
     const auto dtype = opmath_dtype(input.scalar_type());
-    this->bias = given(bias) ? bias->to(dtype).contiguous() : Tensor();
-    if (given(class_weight)) {
+    this->bias = is_defined(bias) ? bias->to(dtype).contiguous() : Tensor();
+    if (is_defined(class_weight)) {
       this->class_weight = class_weight->to(dtype).contiguous();
       weight_sum = options.label_smoothing > 0 ? this->class_weight.sum(at::kDouble) : Tensor();
     }
@@ -201,11 +203,11 @@ struct Operands {
   }
   // Returns the operands of queries [first, first + count).
   Operands rows(int64_t first, int64_t count) const {
-    Operands some = *this;
-    some.query = query.narrow(0, first, count);
-    some.target = target.narrow(0, first, count);
-    some.queries = count;
-    return some;
+    Operands part = *this;
+    part.query = query.narrow(0, first, count);
+    part.target = target.narrow(0, first, count);
+    part.queries = count;
+    return part;
   }
 };
 
@@ -248,27 +250,27 @@ class ProductRows {
   int64_t step_;
 };
 
-// Scales the gradient of the loss to at most about kMost before gradients of products are rounded
+// Scales the gradient of the loss to at most about kMax before gradients of products are rounded
 // to float16, and divides the results by the same factor. Otherwise the gradients of a mean over
 // thousands of queries would underflow. No gradient overflows float16; with a z-loss this holds for
 // log normalizers below 10,000.
 struct HalfScale {
-  Tensor of_loss, of_result; // scaled gradient of the loss [Q], factor of the results []
+  Tensor loss_grad, result_factor; // scaled gradient of the loss [Q], factor of the results []
 
   HalfScale(const Tensor& grad, const Operands& operands) {
-    constexpr double kMost = 512, kLargestLogit = 100;
+    constexpr double kMax = 512, kLargestLogit = 100;
     const CrossEntropyOptions& options = operands.options;
     const double growth =
         std::max(1.0, options.logit_scale) * (1 + 2 * options.z_loss * kLargestLogit);
-    const double headroom = std::exp2(std::floor(std::log2(kMost / growth)));
+    const double headroom = std::exp2(std::floor(std::log2(kMax / growth)));
     const Tensor largest = grad.abs().amax();
     const Tensor unit =
         (operands.class_weight.defined() ? largest * operands.class_weight.abs().amax().clamp_min(1)
                                          : largest)
             .nan_to_num(1, 1, 1);
     const Tensor nonzero = unit.masked_fill(unit.eq(0), 1);
-    of_loss = grad * (headroom / nonzero);
-    of_result = nonzero / headroom;
+    loss_grad = grad * (headroom / nonzero);
+    result_factor = nonzero / headroom;
   }
 };
 
@@ -276,15 +278,15 @@ struct HalfScale {
 // products and are multiplied with the table and with the queries. Writes loss [Q] if `normalizer`
 // is not defined.
 LinearGradients gradients_by_rows(const Operands& operands, const Tensor& weight,
-                                  const Tensor& given_grad, const Tensor& loss,
+                                  const Tensor& grad_argument, const Tensor& loss,
                                   const Tensor& normalizer, std::array<bool, 3> wanted) {
   const auto [want_input, want_weight, want_bias] = wanted;
   const auto dtype = operands.query.scalar_type();
-  const auto floats = given_grad.options();
+  const auto floats = grad_argument.options();
   const std::optional<HalfScale> half = dtype == at::kHalf
-      ? std::optional<HalfScale>(std::in_place, given_grad, operands)
+      ? std::optional<HalfScale>(std::in_place, grad_argument, operands)
       : std::nullopt;
-  const Tensor grad = (half ? half->of_loss : given_grad).contiguous(),
+  const Tensor grad = (half ? half->loss_grad : grad_argument).contiguous(),
                known = normalizer.defined() ? normalizer.contiguous() : normalizer;
   const ProductRows products_of(operands, weight, floats);
   const Tensor grad_input = at::empty({want_input ? operands.queries : 0, weight.size(1)}, floats);
@@ -329,7 +331,7 @@ LinearGradients gradients_by_rows(const Operands& operands, const Tensor& weight
   });
   for (const Tensor& gradient : {grad_input, grad_weight, grad_bias}) {
     if (half && gradient.numel() > 0) {
-      gradient.mul_(half->of_result);
+      gradient.mul_(half->result_factor);
     }
   }
   return {grad_input, grad_weight, grad_bias};
@@ -377,12 +379,12 @@ CrossEntropyState linear_cross_entropy_forward_cuda(const Tensor& input, const T
           });
         });
         if (saved > 0) {
-          const Tensor kept = saved_logits.narrow(0, first, rows.queries);
-          kept.copy_(products.narrow(1, 0, saved));
+          const Tensor saved_part = saved_logits.narrow(0, first, rows.queries);
+          saved_part.copy_(products.narrow(1, 0, saved));
           if (transforms(parsed)) {
             transform_products(
-                kept,
-                given(bias) ? OptionalTensor(operands.bias.narrow(0, 0, saved)) : std::nullopt,
+                saved_part,
+                is_defined(bias) ? OptionalTensor(operands.bias.narrow(0, 0, saved)) : std::nullopt,
                 parsed);
           }
         }

@@ -46,7 +46,7 @@ ExactPositivesOptions check_arguments(const Tensor& input, const Tensor& weight,
   check_positives(kOp, options, std::nullopt, options.label_smoothing);
   check_logits(kOp, options);
   check_z_loss(kOp, options.z_loss);
-  const bool together = options.positives == "sum";
+  const bool sums_positives = options.positives == "sum";
   check::linear(kOp, input, weight, bias);
   check::dim(kOp, "positives", positives, 2);
   check::int64(kOp, "positives", positives);
@@ -59,8 +59,8 @@ ExactPositivesOptions check_arguments(const Tensor& input, const Tensor& weight,
   check::dtype(kOp, "shares", shares, opmath_dtype(input.scalar_type()));
   check::same_device(kOp, "shares", shares, "input", input);
   check::size(kOp, "shares", shares, 0, input.sym_size(0), "the rows of input");
-  check::size(kOp, "shares", shares, 1, together ? c10::SymInt(1) : positives.sym_size(1),
-              together ? "one for all positives" : "the positives");
+  check::size(kOp, "shares", shares, 1, sums_positives ? c10::SymInt(1) : positives.sym_size(1),
+              sums_positives ? "one for all positives" : "the positives");
   return options;
 }
 
@@ -77,8 +77,8 @@ struct QueryBlock {
   Tensor counts;     // [q, T] bool: not padding
   Tensor logits;     // [q, N] in opmath_type, -inf at the positives
   Tensor derivative; // [q, N] derivative of logits with respect to scores; undefined: 1
-  Tensor each;       // [q, T] logits of the positives
-  Tensor score;      // `each`, or its logsumexp [q, 1]
+  Tensor positive_logits;       // [q, T] logits of the positives
+  Tensor score;      // `positive_logits`, or its logsumexp [q, 1]
   Tensor normalizer; // [q, 1] logsumexp over the other classes
 
   QueryBlock(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -87,18 +87,19 @@ struct QueryBlock {
         counts(positives.ge(0)) {
     const auto floats = input.options().dtype(opmath_dtype(input.scalar_type()));
     logits = at::empty({input.size(0), weight.size(0)}, floats);
-    const bool rounds = multiplies_bfloat16(weight);
+    const bool rounds = uses_bfloat16_operands(weight);
     for_slices(logits, weight.size(0), [&](int64_t begin, int64_t size) {
-      Tensor of_slice = logits.narrow(1, begin, size);
-      multiply_in_parts(of_slice, input, weight.narrow(0, begin, size).t(), {.bfloat16 = rounds});
-      transform_products(of_slice,
-                         given(bias) ? OptionalTensor(bias->narrow(0, begin, size)) : std::nullopt,
-                         options);
+      Tensor slice_logits = logits.narrow(1, begin, size);
+      multiply_in_parts(slice_logits, input, weight.narrow(0, begin, size).t(),
+                        {.bfloat16 = rounds});
+      transform_products(
+          slice_logits,
+          is_defined(bias) ? OptionalTensor(bias->narrow(0, begin, size)) : std::nullopt, options);
     });
     if (wants_derivative && transforms(options)) {
       derivative = transform_derivative(logits, options);
     }
-    each = logits.gather(1, ids);
+    positive_logits = logits.gather(1, ids);
     logits.scatter_(1, ids, -kInfinity);
     normalizer = at::empty({input.size(0), 1}, floats);
     for_slices(logits, input.size(0), [&](int64_t begin, int64_t size) {
@@ -107,35 +108,35 @@ struct QueryBlock {
     });
     const Tensor padding = counts.logical_not().logical_and(counts.any(1, /*keepdim=*/true));
     score = options.positives == "sum"
-        ? at::logsumexp(each.masked_fill(padding, -kInfinity), 1, /*keepdim=*/true)
-        : each;
+        ? at::logsumexp(positive_logits.masked_fill(padding, -kInfinity), 1, /*keepdim=*/true)
+        : positive_logits;
   }
 };
 
 // How much gradient a block of queries moves from its positives to the other classes.
 struct GradientMass {
-  Tensor moved;   // [q, T] or [q, 1], from each positive
+  Tensor score_gradient;   // [q, T] or [q, 1], from each positive
   Tensor total;   // [q, 1], to the other classes
-  Tensor still;   // [q, 1] bool: the query has no gradient
-  Tensor unmoved; // [q, 1] bool: the other classes have no gradient
+  Tensor no_gradient;   // [q, 1] bool: the query has no gradient
+  Tensor no_softmax_gradient; // [q, 1] bool: the other classes have no gradient
 
-  // share: the block's shares. of_query [q, 1]: the gradient of the losses.
-  GradientMass(const QueryBlock& block, const Tensor& share, const Tensor& of_query,
+  // share: the block's shares. grad_loss [q, 1]: the gradient of the losses.
+  GradientMass(const QueryBlock& block, const Tensor& share, const Tensor& grad_loss,
                double z_loss) {
-    const Tensor nothing = share.eq(0).logical_or(of_query.eq(0));
+    const Tensor is_ignored = share.eq(0).logical_or(grad_loss.eq(0));
     // Share of the classes that are not positives.
     const Tensor others = (block.normalizer - block.score).sigmoid();
-    moved = at::where(nothing, 0.0, of_query * share * others);
-    total = moved.sum(1, /*keepdim=*/true);
-    still = total.eq(0);
-    unmoved = still;
+    score_gradient = at::where(is_ignored, 0.0, grad_loss * share * others);
+    total = score_gradient.sum(1, /*keepdim=*/true);
+    no_gradient = total.eq(0);
+    no_softmax_gradient = no_gradient;
     if (z_loss != 0) {
       const Tensor pull =
-          of_query * share * at::logaddexp(block.normalizer, block.score) * (2 * z_loss);
-      total = total + at::where(nothing, 0.0, pull * others).sum(1, /*keepdim=*/true);
-      moved = moved - at::where(nothing, 0.0, pull * (1 - others));
-      still = nothing.all(1, /*keepdim=*/true);
-      unmoved = total.eq(0);
+          grad_loss * share * at::logaddexp(block.normalizer, block.score) * (2 * z_loss);
+      total = total + at::where(is_ignored, 0.0, pull * others).sum(1, /*keepdim=*/true);
+      score_gradient = score_gradient - at::where(is_ignored, 0.0, pull * (1 - others));
+      no_gradient = is_ignored.all(1, /*keepdim=*/true);
+      no_softmax_gradient = total.eq(0);
     }
   }
 };
@@ -161,11 +162,12 @@ Tensor forward_any(const Tensor& input, const Tensor& weight, const OptionalTens
     const QueryBlock block(input.narrow(0, begin, size), weight, bias,
                            positives.narrow(0, begin, size), options, /*wants_derivative=*/false);
     const Tensor share = shares.narrow(0, begin, size);
-    Tensor each = at::softplus(block.normalizer - block.score);
+    Tensor positive_logits = at::softplus(block.normalizer - block.score);
     if (options.z_loss != 0) {
-      each = each + at::logaddexp(block.normalizer, block.score).square() * options.z_loss;
+      positive_logits =
+          positive_logits + at::logaddexp(block.normalizer, block.score).square() * options.z_loss;
     }
-    loss.narrow(0, begin, size).copy_(at::where(share.eq(0), 0.0, each * share).sum(1));
+    loss.narrow(0, begin, size).copy_(at::where(share.eq(0), 0.0, positive_logits * share).sum(1));
   });
   return loss;
 }
@@ -177,9 +179,9 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
   const ExactPositivesOptions options =
       check_arguments(input, weight, bias, positives, shares, text);
   check_grad(grad, input);
-  const bool together = options.positives == "sum";
+  const bool sums_positives = options.positives == "sum";
   const auto accumulates = shares.options();
-  const bool rounds = multiplies_bfloat16(weight);
+  const bool rounds = uses_bfloat16_operands(weight);
   Tensor grad_input = at::empty({mask[0] ? input.size(0) : 0, input.size(1)}, input.options());
   Tensor grad_weight = at::zeros({mask[1] ? weight.size(0) : 0, weight.size(1)}, accumulates);
   Tensor grad_bias = at::zeros({mask[2] ? weight.size(0) : 0}, accumulates);
@@ -187,8 +189,8 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
     const Tensor rows = input.narrow(0, begin, size), share = shares.narrow(0, begin, size);
     QueryBlock block(rows, weight, bias, positives.narrow(0, begin, size), options,
                      /*wants_derivative=*/true);
-    const Tensor of_query = grad.narrow(0, begin, size).to(shares.scalar_type()).unsqueeze(1);
-    const GradientMass mass(block, share, of_query, options.z_loss);
+    const Tensor grad_loss = grad.narrow(0, begin, size).to(shares.scalar_type()).unsqueeze(1);
+    const GradientMass mass(block, share, grad_loss, options.z_loss);
     // The gradient overwrites the logits; it is 0 for a query without a finite normaliser.
     Tensor& gradient = block.logits;
     for_slices(gradient, size, [&](int64_t first, int64_t count) {
@@ -196,23 +198,25 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
       part.sub_(block.normalizer.narrow(0, first, count))
           .exp_()
           .mul_(mass.total.narrow(0, first, count))
-          .masked_fill_(mass.unmoved.narrow(0, first, count), 0);
+          .masked_fill_(mass.no_softmax_gradient.narrow(0, first, count), 0);
     });
-    const Tensor of_positives =
-        together ? mass.moved * (block.each - block.score).exp() : mass.moved;
+    const Tensor positive_gradient = sums_positives
+        ? mass.score_gradient * (block.positive_logits - block.score).exp()
+        : mass.score_gradient;
     // Padding has the id of the first positive and must write the same value.
-    gradient.scatter_(1, block.ids,
-                      -at::where(block.counts, of_positives,
-                                 at::where(mass.still, 0.0, of_positives.narrow(1, 0, 1))));
+    gradient.scatter_(
+        1, block.ids,
+        -at::where(block.counts, positive_gradient,
+                   at::where(mass.no_gradient, 0.0, positive_gradient.narrow(1, 0, 1))));
     if (block.derivative.defined()) {
-      gradient.mul_(block.derivative.masked_fill_(mass.still, 0));
+      gradient.mul_(block.derivative.masked_fill_(mass.no_gradient, 0));
     }
-    const Tensor counted = rows.masked_fill(mass.still, 0); // an ignored query may hold NaN
+    const Tensor counted = rows.masked_fill(mass.no_gradient, 0); // an ignored query may hold NaN
     // The partial sums of the gradient of the queries, one per slice of classes.
     const Tensor parts = at::zeros({mask[0] ? kSlices : 0, size, input.size(1)}, accumulates);
     for_slices(gradient, weight.size(0), [&](int64_t first, int64_t count) {
-      const Tensor of_classes = gradient.narrow(1, first, count);
-      const Tensor product = rounded_coefficients(of_classes, weight);
+      const Tensor class_gradient = gradient.narrow(1, first, count);
+      const Tensor product = rounded_coefficients(class_gradient, weight);
       if (mask[0]) {
         multiply_in_parts(parts.select(0, first / slice_width(weight.size(0))), product,
                           weight.narrow(0, first, count), {.bfloat16 = rounds});
@@ -222,7 +226,7 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
                           {.add = true, .bfloat16 = rounds});
       }
       if (mask[2]) {
-        grad_bias.narrow(0, first, count).add_(of_classes.sum(0));
+        grad_bias.narrow(0, first, count).add_(class_gradient.sum(0));
       }
     });
     if (mask[0]) {
@@ -303,7 +307,7 @@ class PositivesCrossEntropy : public torch::autograd::Function<PositivesCrossEnt
 
 Tensor forward_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const Tensor& positives, const Tensor& shares, std::string_view text) {
-  check::given_tensors(
+  check::strided_tensors(
       kOp,
       {{"input", &input}, {"weight", &weight}, {"positives", &positives}, {"shares", &shares}});
   return PositivesCrossEntropy::apply(input, weight, bias, positives, shares, text);
@@ -334,11 +338,11 @@ Tensor linear_positives_loss(const Tensor& input, const Tensor& weight, const Op
                     ", got ", target.sym_sizes());
   check_class_weight(kOp, class_weight, weight.sym_size(0), target);
   check_positives(kOp, options, class_weight, options.label_smoothing);
-  Tensor some = target;
-  if (!has_several(input, some, options.ignore_index)) {
-    some = some.unsqueeze(-1);
+  Tensor rows_of_positives = target;
+  if (!has_multiple_positives(input, rows_of_positives, options.ignore_index)) {
+    rows_of_positives = rows_of_positives.unsqueeze(-1);
   }
-  const Tensor positives = distinct_positives(some, options.ignore_index);
+  const Tensor positives = distinct_positives(rows_of_positives, options.ignore_index);
   const Tensor shares =
       positive_shares(positives, options, class_weight, opmath_dtype(input.scalar_type()));
   const Tensor queries = input.reshape_symint({positives.sym_size(0), input.sym_size(-1)});
@@ -384,7 +388,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 
 XSOFTMAX_AUTOCAST(m) {
   m.impl("positives_cross_entropy", forward_autocast);
-  below_autocast(m, {"positives_cross_entropy_backward"});
+  disable_autocast(m, {"positives_cross_entropy_backward"});
 }
 
 } // namespace xsoftmax

@@ -43,7 +43,7 @@ Tensor wide_scores(const Tensor& input, const Tensor& weight, const OptionalTens
     scores.narrow(1, begin, size)
         .copy_(wide_product(queries, weight.narrow(0, begin, size).t(), dtype));
   }
-  if (given(bias)) {
+  if (is_defined(bias)) {
     scores.add_(*bias);
   }
   c10::DimVector shape(input.sizes().begin(), input.sizes().end());
@@ -59,11 +59,12 @@ Tensor scores_of_all(const Tensor& input, const Tensor& weight, const OptionalTe
   check::linear(op, input.unsqueeze(0).flatten(0, -2), weight, bias);
   const auto dtype = opmath_dtype(input.scalar_type());
   const bool differentiates = at::GradMode::is_enabled() &&
-      (input.requires_grad() || weight.requires_grad() || (given(bias) && bias->requires_grad()));
+      (input.requires_grad() || weight.requires_grad() ||
+       (is_defined(bias) && bias->requires_grad()));
   if (dtype == input.scalar_type() || differentiates || at::isTensorSubclassLike(input) ||
       at::isTensorSubclassLike(weight)) {
     return at::linear(input.to(dtype), weight.to(dtype),
-                      given(bias) ? OptionalTensor(bias->to(dtype)) : bias);
+                      is_defined(bias) ? OptionalTensor(bias->to(dtype)) : bias);
   }
   return wide_scores(input, weight, bias);
 }
@@ -71,10 +72,10 @@ Tensor scores_of_all(const Tensor& input, const Tensor& weight, const OptionalTe
 void check_ids(const char* op, const Tensor& input, const Tensor& weight, const Tensor& ids) {
   check::int64(op, "ids", ids);
   const c10::SymIntArrayRef queries = input.sym_sizes().slice(0, input.dim() - 1);
-  const bool several =
+  const bool has_multiple =
       ids.dim() == input.dim() && ids.sym_sizes().slice(0, queries.size()) == queries;
   TORCH_CHECK_VALUE(
-      several || ids.sym_sizes() == queries, op, ": expected ids of shape ", queries,
+      has_multiple || ids.sym_sizes() == queries, op, ": expected ids of shape ", queries,
       ", input's without its last dimension, or with a number of ids in its place, got ",
       ids.sym_sizes());
   if (check::can_read(ids)) {
@@ -83,7 +84,7 @@ void check_ids(const char* op, const Tensor& input, const Tensor& weight, const 
 }
 
 Tensor as_queries(const char* op, const Tensor& input, const Tensor& weight) {
-  check::given_tensors(op, {{"input", &input}, {"weight", &weight}});
+  check::strided_tensors(op, {{"input", &input}, {"weight", &weight}});
   check::dim(op, "weight", weight, 2);
   TORCH_CHECK_VALUE(input.dim() >= 1 && input.sym_size(-1) == weight.sym_size(1), op,
                     ": expected input of shape [*, ", weight.sym_size(1), "], got ",
@@ -99,7 +100,7 @@ Tensor linear_log_prob(const Tensor& input, const Tensor& weight, const Optional
   const Tensor queries = as_queries(op, input, weight);
   check_logits(op, options);
   check::finite_queries(op, "input", input);
-  if (!given(ids)) {
+  if (!is_defined(ids)) {
     return at::log_softmax(transform_logits(linear_scores(input, weight, bias), options), -1);
   }
   check_ids(op, input, weight, *ids);
@@ -122,7 +123,7 @@ Tensor linear_entropy(const Tensor& input, const Tensor& weight, const OptionalT
 
 Tensor linear_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   constexpr const char* op = "linear_scores";
-  check::given_tensors(op, {{"input", &input}, {"weight", &weight}});
+  check::strided_tensors(op, {{"input", &input}, {"weight", &weight}});
   check::finite_queries(op, "input", input);
   const auto device = input.device().type();
   if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) {

@@ -36,7 +36,7 @@ using at::Tensor;
 
 constexpr const char* kOp = "linear_softmax";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kLeast = kLeastDifference<double>;
+constexpr double kMin = kMinDifference<double>;
 
 SoftmaxGradients backward_any(const Tensor& grad_log_prob, const Tensor& grad_log_normalizer,
                               const Tensor& grad_entropy, const Tensor& input, const Tensor& weight,
@@ -83,11 +83,11 @@ class LinearSoftmax : public torch::autograd::Function<LinearSoftmax> {
                                                 const OptionalTensor& bias, const Tensor& ids,
                                                 bool entropy, std::string_view options) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [log_prob, log_normalizer, of_query, normalizer] =
+    auto [log_prob, log_normalizer, entropies, normalizer] =
         call_forward(input, weight, bias, ids, entropy, options);
     ctx->saved_data["options"] = std::string(options);
-    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), ids, normalizer, of_query});
-    return {log_prob, log_normalizer, of_query};
+    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), ids, normalizer, entropies});
+    return {log_prob, log_normalizer, entropies};
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
@@ -105,9 +105,9 @@ class LinearSoftmax : public torch::autograd::Function<LinearSoftmax> {
 std::tuple<Tensor, Tensor, Tensor> softmax_only(const Tensor& input, const Tensor& weight,
                                                 const OptionalTensor& bias, const Tensor& ids,
                                                 bool entropy, std::string_view options) {
-  auto [log_prob, log_normalizer, of_query, normalizer] =
+  auto [log_prob, log_normalizer, entropies, normalizer] =
       call_forward(input, weight, bias, ids, entropy, options);
-  return {log_prob, log_normalizer, of_query};
+  return {log_prob, log_normalizer, entropies};
 }
 
 std::tuple<Tensor, Tensor, Tensor> call_softmax(const Tensor& input, const Tensor& weight,
@@ -120,7 +120,7 @@ std::tuple<Tensor, Tensor, Tensor> call_softmax(const Tensor& input, const Tenso
 std::tuple<Tensor, Tensor, Tensor> softmax_autograd(const Tensor& input, const Tensor& weight,
                                                     const OptionalTensor& bias, const Tensor& ids,
                                                     bool entropy, std::string_view options) {
-  check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"ids", &ids}});
+  check::strided_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"ids", &ids}});
   const auto results = LinearSoftmax::apply(input, weight, bias, ids, entropy, options);
   return {results[0], results[1], results[2]};
 }
@@ -162,7 +162,7 @@ Tensor logits_of(const Tensor& input, const Tensor& weight, const OptionalTensor
                  const LogitOptions& options, int64_t begin, int64_t size) {
   const auto dtype = opmath_dtype(input.scalar_type());
   const Tensor logits = wide_product(input, weight.narrow(0, begin, size).t(), dtype);
-  transform_products(logits, given(bias) ? OptionalTensor(bias->narrow(0, begin, size)) : bias,
+  transform_products(logits, is_defined(bias) ? OptionalTensor(bias->narrow(0, begin, size)) : bias,
                      options);
   return logits;
 }
@@ -238,15 +238,15 @@ SoftmaxTerms linear_softmax_forward_reference(const Tensor& input, const Tensor&
   for (int64_t begin = 0; begin < classes; begin += width) {
     const int64_t size = std::min(width, classes - begin);
     const Tensor logits = logits_of(input, weight, bias, transform, begin, size);
-    const Tensor place = ids - begin, here = place.ge(0).logical_and(place.lt(size));
-    score = at::where(here, logits.gather(1, place.clamp(0, size - 1)), score);
+    const Tensor place = ids - begin, in_block = place.ge(0).logical_and(place.lt(size));
+    score = at::where(in_block, logits.gather(1, place.clamp(0, size - 1)), score);
     const Tensor top = at::maximum(largest, logits.amax(1));
     const Tensor shift = top.masked_fill(top.eq(-kInfinity), 0);
     const Tensor moved = largest - shift, difference = logits - shift.unsqueeze(1);
     const Tensor each = difference.exp(), scale = moved.exp();
     if (entropy) {
-      weighted = scale * (weighted + moved.clamp_min(kLeast) * sum) +
-          (each * difference.clamp_min(kLeast)).sum(1);
+      weighted = scale * (weighted + moved.clamp_min(kMin) * sum) +
+          (each * difference.clamp_min(kMin)).sum(1);
     }
     sum = sum * scale + each.sum(1);
     largest = top;
@@ -270,7 +270,7 @@ SoftmaxGradients linear_softmax_backward_reference(const Tensor& input, const Te
   Tensor grad_input = at::zeros({mask[0] ? input.size(0) : 0, features}, sums);
   const Tensor grad_weight = at::empty({mask[1] ? classes : 0, features}, input.options());
   const Tensor grad_bias = at::empty({mask[2] ? classes : 0}, input.options());
-  const auto [ids, of_ids] = sum_equal_ids(grads.ids, grads.grad_log_prob);
+  const auto [ids, id_gradient] = sum_equal_ids(grads.ids, grads.grad_log_prob);
   for (int64_t begin = 0; begin < classes; begin += width) {
     const int64_t size = std::min(width, classes - begin);
     const Tensor rows = weight.narrow(0, begin, size);
@@ -278,11 +278,11 @@ SoftmaxGradients linear_softmax_backward_reference(const Tensor& input, const Te
     const Tensor difference = logits - largest;
     Tensor factor = constant.unsqueeze(1);
     if (slope.defined()) {
-      factor = factor + slope.unsqueeze(1) * difference.clamp_min(kLeast);
+      factor = factor + slope.unsqueeze(1) * difference.clamp_min(kMin);
     }
-    const Tensor place = ids - begin, here = place.ge(0).logical_and(place.lt(size));
+    const Tensor place = ids - begin, in_block = place.ge(0).logical_and(place.lt(size));
     Tensor gradient = difference.exp() * factor;
-    gradient.scatter_add_(1, place.clamp(0, size - 1), at::where(here, of_ids, 0.0));
+    gradient.scatter_add_(1, place.clamp(0, size - 1), at::where(in_block, id_gradient, 0.0));
     if (transforms(transform)) {
       gradient = gradient * transform_derivative(logits, transform);
     }
@@ -337,7 +337,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 
 XSOFTMAX_AUTOCAST(m) {
   m.impl("linear_softmax", softmax_autocast);
-  below_autocast(m, {"linear_softmax_forward", "linear_softmax_backward"});
+  disable_autocast(m, {"linear_softmax_forward", "linear_softmax_backward"});
 }
 
 } // namespace xsoftmax

@@ -32,12 +32,12 @@ struct GroupTerms {
         weighted(queries, A(0)) {}
 
   void join(const GroupTerms& other, int64_t q) {
-    constexpr A kLeast = kLeastDifference<A>;
+    constexpr A kMin = kMinDifference<A>;
     const A top = max[q] > other.max[q] ? max[q] : other.max[q];
     const A shift = top == -std::numeric_limits<A>::infinity() ? A(0) : top;
     const A mine = max[q] - shift, others = other.max[q] - shift;
-    weighted[q] = std::exp(mine) * (weighted[q] + std::max(mine, kLeast) * sum[q]) +
-        std::exp(others) * (other.weighted[q] + std::max(others, kLeast) * other.sum[q]);
+    weighted[q] = std::exp(mine) * (weighted[q] + std::max(mine, kMin) * sum[q]) +
+        std::exp(others) * (other.weighted[q] + std::max(others, kMin) * other.sum[q]);
     sum[q] = sum[q] * std::exp(mine) + other.sum[q] * std::exp(others);
     max[q] = top;
   }
@@ -165,7 +165,7 @@ SoftmaxTerms forward_cpu(const Tensor& input, const Tensor& weight, const Option
   const int64_t queries = input.size(0);
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
   const Tensor log_prob = at::empty(ids.sizes(), options), log_z = at::empty({queries}, options);
-  const Tensor of_query = at::empty({entropy ? queries : 0}, options);
+  const Tensor entropies = at::empty({entropy ? queries : 0}, options);
   const Tensor normalizer = at::empty({2, queries}, options), flat = ids.contiguous();
   const LinearOperands operands(input, weight, bias);
   const BlockPlan plan = plan_blocks(queries, weight.size(0), input.size(1), /*saved=*/0,
@@ -174,10 +174,10 @@ SoftmaxTerms forward_cpu(const Tensor& input, const Tensor& weight, const Option
     using A = decltype(zero);
     const BlockTransform<A> blocks(transform, operands);
     SoftmaxForward<A>(operands, plan, blocks, flat)
-        .run(data<A>(log_prob), data<A>(log_z), entropy ? data<A>(of_query) : nullptr,
+        .run(data<A>(log_prob), data<A>(log_z), entropy ? data<A>(entropies) : nullptr,
              data<A>(normalizer));
   });
-  return {log_prob, log_z, of_query, normalizer};
+  return {log_prob, log_z, entropies, normalizer};
 }
 
 SoftmaxGradients backward_cpu(const Tensor& grad_log_prob, const Tensor& grad_log_normalizer,
@@ -205,7 +205,7 @@ SoftmaxGradients backward_cpu(const Tensor& grad_log_prob, const Tensor& grad_lo
   const BlockGradients gradients{operands, plan, mask[1] ? grad_weight : Tensor(),
                                  mask[2] ? grad_bias : Tensor(), /*add=*/false};
   const auto [constant, slope] = grads.coefficients();
-  const Tensor of_ids = grad_log_prob.contiguous(), state = normalizer.contiguous();
+  const Tensor id_gradient = grad_log_prob.contiguous(), state = normalizer.contiguous();
   const Tensor flat = ids.contiguous(), scale = constant.contiguous();
   const Tensor moved = slope.defined() ? slope.contiguous() : slope;
   dispatch_sums(operands.dtype, [&](auto zero) {
@@ -215,7 +215,7 @@ SoftmaxGradients backward_cpu(const Tensor& grad_log_prob, const Tensor& grad_lo
                             flat.const_data_ptr<int64_t>(),
                             ids.size(1),
                             queries,
-                            const_data<A>(of_ids),
+                            const_data<A>(id_gradient),
                             const_data<A>(state),
                             const_data<A>(scale),
                             moved.defined() ? const_data<A>(moved) : nullptr};

@@ -96,7 +96,7 @@ TopK linear_topk_reference(const Tensor& input, const Tensor& weight, const Opti
   for (int64_t begin = 0; begin < classes; begin += kReferenceBlock) {
     const int64_t size = std::min(kReferenceBlock, classes - begin);
     Tensor logits = at::mm(query, weight.narrow(0, begin, size).to(query.scalar_type()).t());
-    if (given(bias)) {
+    if (is_defined(bias)) {
       logits = logits + bias->narrow(0, begin, size).to(query.scalar_type());
     }
     // Ranks by scores, because a softcap may round different scores to equal logits.

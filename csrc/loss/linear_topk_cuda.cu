@@ -15,7 +15,7 @@ namespace {
 using namespace cuda;
 using at::Tensor;
 
-constexpr int64_t kMostClasses = int64_t(1) << 32; // ids must fit into the lower half of a key
+constexpr int64_t kMaxClasses = int64_t(1) << 32; // ids must fit into the lower half of a key
 
 // Writes the log-probability and the class of each key (softmax_blocks.cuh). If the normaliser of a
 // query is NaN, writes NaN and the first k classes. One thread per value.
@@ -39,12 +39,12 @@ TopK linear_topk_cuda(const Tensor& input, const Tensor& weight, const OptionalT
   // The kernels do not support float64, which does not fit into a key together with a class, nor
   // transformed logits: keys need the scores and sums need the logits.
   if (use_reference() || transforms(options) || input.scalar_type() == at::kDouble ||
-      classes > kMostClasses || queries == 0 || count == 0) {
+      classes > kMaxClasses || queries == 0 || count == 0) {
     return linear_topk_reference(input, weight, bias, k, text);
   }
   const auto floats = input.options().dtype(at::kFloat), longs = input.options().dtype(at::kLong);
   const Tensor query = input.contiguous(),
-               bias_row = given(bias) ? bias->to(at::kFloat).contiguous() : Tensor();
+               bias_row = is_defined(bias) ? bias->to(at::kFloat).contiguous() : Tensor();
   const int64_t width = class_block(queries, classes, sizeof(float));
   const Tensor buffer = at::empty({queries * width}, floats),
                seen = at::empty({2, queries}, floats),
@@ -65,8 +65,8 @@ TopK linear_topk_cuda(const Tensor& input, const Tensor& weight, const OptionalT
          bias_row.defined() ? bias_row.const_data_ptr<float>() : nullptr, nullptr, nullptr},
         keys.mutable_data_ptr<int64_t>(), begin == 0);
     // All keys are different, so the result of topk is unique.
-    const auto largest = [&](const Tensor& of) {
-      return std::get<0>(of.topk(std::min(count, of.size(1)), /*dim=*/1));
+    const auto largest = [&](const Tensor& values) {
+      return std::get<0>(values.topk(std::min(count, values.size(1)), /*dim=*/1));
     };
     best = best.defined() ? largest(at::cat({best, largest(keys)}, 1)) : largest(keys);
   }

@@ -42,7 +42,7 @@ int64_t reduction_code(const char* op, const std::string& reduction) {
 
 void check_class_weight(const char* op, const OptionalTensor& class_weight,
                         const c10::SymInt& classes, const Tensor& target) {
-  if (given(class_weight)) {
+  if (is_defined(class_weight)) {
     check::dim(op, "class_weight", *class_weight, 1);
     check::floating(op, "class_weight", *class_weight);
     check::same_device(op, "class_weight", *class_weight, "target", target);
@@ -69,14 +69,14 @@ void check_batch(const char* op, const Tensor& input, const Tensor& target, cons
                  int64_t ignore_index, bool soft) {
   const c10::SymIntArrayRef queries =
       input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1));
-  const bool several =
+  const bool has_multiple =
       target.dim() == input.dim() && target.sym_sizes().slice(0, queries.size()) == queries;
   TORCH_CHECK_VALUE(input.dim() >= 1, op,
                     ": expected input of shape [*, D], got a tensor without dimensions");
-  TORCH_CHECK_VALUE(several || target.sym_sizes() == queries, op, ": expected target of shape ",
-                    queries, ", or ", positives_shape(queries), " for several positives, got ",
-                    target.sym_sizes());
-  TORCH_CHECK_VALUE(!several || soft || target.sym_size(-1) == 1 || weight.dim() != 2 ||
+  TORCH_CHECK_VALUE(has_multiple || target.sym_sizes() == queries, op,
+                    ": expected target of shape ", queries, ", or ", positives_shape(queries),
+                    " for several positives, got ", target.sym_sizes());
+  TORCH_CHECK_VALUE(!has_multiple || soft || target.sym_size(-1) == 1 || weight.dim() != 2 ||
                         !TORCH_GUARD_OR_FALSE(target.sym_size(-1).sym_eq(weight.sym_size(0))),
                     op, ": expected target as class ids, of shape ", queries,
                     " or [*, T] with T below the number of classes, got shape ", target.sym_sizes(),
@@ -105,7 +105,7 @@ Tensor reduced_loss(const Tensor& loss, const Tensor& target, const OptionalTens
   check::size(op, "loss", loss, 0, flat.sym_size(0), "the targets");
   check::same_device(op, "target", target, "loss", loss);
   Tensor each = at::where(counts, loss, at::zeros({}, loss.options())), total = counts;
-  if (given(class_weight)) {
+  if (is_defined(class_weight)) {
     check::dim(op, "class_weight", *class_weight, 1);
     check::floating(op, "class_weight", *class_weight);
     check::same_device(op, "class_weight", *class_weight, "target", target);
@@ -168,11 +168,11 @@ Tensor mask_ignored_rows(const Tensor& input, const Tensor& target,
   return at::where(target.eq(ignore_index).unsqueeze(1), 0, input);
 }
 
-std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& given_target,
+std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& target_argument,
                                            const Tensor& weight, int64_t ignore_index, bool soft,
                                            bool values) {
   constexpr const char* op = "sampled_softmax_loss"; // the operator that users call
-  check_batch(op, input, given_target, weight, ignore_index, soft);
+  check_batch(op, input, target_argument, weight, ignore_index, soft);
   // The loss would check this only after the sampler has counted the batch. Autocast casts all
   // dtypes except float64 to one.
   const auto device = input.device().type();
@@ -180,15 +180,15 @@ std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& gi
       input.scalar_type() == at::kDouble || weight.scalar_type() == at::kDouble) {
     check::same_dtype(op, "weight", weight, "input", input);
   }
-  if (given_target.dim() < input.dim() && check::can_read(given_target) &&
-      count_others(given_target, ignore_index) == given_target.numel()) {
+  if (target_argument.dim() < input.dim() && check::can_read(target_argument) &&
+      count_others(target_argument, ignore_index) == target_argument.numel()) {
     const Tensor queries = as_queries(values && input.requires_grad() ? input.detach() : input,
-                                      given_target.sym_numel()),
-                 target = as_vector(given_target);
+                                      target_argument.sym_numel()),
+                 target = as_vector(target_argument);
     return values ? std::tuple(queries.contiguous(), target) : std::tuple(queries, target);
   }
   Tensor counted;
-  if (Tensor target = given_target; has_several(input, target, ignore_index)) {
+  if (Tensor target = target_argument; has_multiple_positives(input, target, ignore_index)) {
     const Tensor positives = distinct_positives(target, ignore_index);
     // Samplers do not support padding.
     counted = at::where(positives.lt(0), positives.narrow(1, 0, 1), positives);

@@ -25,37 +25,39 @@ using at::Tensor;
 constexpr const char* kOp = "sampled_softmax_loss"; // the operator that users call
 
 // Returns the part of a union for classes from the caller that are always scored.
-UnionPart given_part(const Tensor& ids, const Tensor& log_count) {
+UnionPart caller_part(const Tensor& ids, const Tensor& log_count) {
   const bool shared = ids.dim() == 1;
   return {shared, /*distinct=*/true,
           [ids, log_count](const DrawRequest& request) -> Proposal {
-            Tensor of_target;
-            if (given(request.target)) {
+            Tensor target_log_count;
+            if (is_defined(request.target)) {
               const Tensor& target = *request.target;
-              of_target = always_scored_log_count(ids, log_count,
-                                                  target.dim() == 2 ? target : target.unsqueeze(1))
-                              .view_symint(target.sym_sizes());
+              target_log_count =
+                  always_scored_log_count(ids, log_count,
+                                          target.dim() == 2 ? target : target.unsqueeze(1))
+                      .view_symint(target.sym_sizes());
             }
-            return {{ids, log_count, of_target, /*distinct=*/true}};
+            return {{ids, log_count, target_log_count, /*distinct=*/true}};
           },
-          [ids, log_count](const Tensor&, const Tensor& asked) {
-            return always_scored_log_count(ids, log_count, asked);
+          [ids, log_count](const Tensor&, const Tensor& query_ids) {
+            return always_scored_log_count(ids, log_count, query_ids);
           },
-          /*is_given=*/true};
+          /*from_caller=*/true};
 }
 
 Proposal propose(const SampledStep& step, const StepSampler& sampler,
-                 const SampledSoftmaxOptions& options, const Tensor& listed) {
-  const bool soft = given(step.target_prob),
+                 const SampledSoftmaxOptions& options, const Tensor& listed_targets) {
+  const bool soft = is_defined(step.target_prob),
              has_head = sampler.head.defined() && sampler.head.sym_numel() != 0;
-  check_sampled_loss(step.input, step.weight, listed, step.class_weight, step.log_z, soft, options);
-  auto [queries, counted] = counted_queries(step.input, listed, step.weight, options.ignore_index,
-                                            soft, sampler.reads_queries);
+  check_sampled_loss(step.input, step.weight, listed_targets, step.class_weight, step.log_z, soft,
+                     options);
+  auto [queries, counted] = counted_queries(step.input, listed_targets, step.weight,
+                                            options.ignore_index, soft, sampler.reads_queries);
   if (options.logit_scale != 1 && sampler.reads_queries) {
     queries = queries * options.logit_scale;
   }
   std::tuple<Tensor, Tensor> negatives; // checked before the sampler changes
-  if (given(step.negatives)) {
+  if (is_defined(step.negatives)) {
     const Tensor head = has_head ? sampler.head : step.target.new_empty({0});
     negatives = caller_set(*step.negatives, step.negative_log_count, step.input, head,
                            step.weight.size(0), "SampledSoftmaxLoss");
@@ -71,13 +73,13 @@ Proposal propose(const SampledStep& step, const StepSampler& sampler,
     sets.push_back(head_set(sampler.head));
   }
   const auto& [ids, log_count] = negatives;
-  const bool always_there = given(step.negatives) && !given(step.negative_log_count);
-  for (CandidateSet& set : always_there
-           ? sample_union(request, {given_part(ids, log_count), sampler.part})
+  const bool always_scored = is_defined(step.negatives) && !is_defined(step.negative_log_count);
+  for (CandidateSet& set : always_scored
+           ? sample_union(request, {caller_part(ids, log_count), sampler.part})
            : sampler.part.sample(request)) {
     sets.push_back(std::move(set));
   }
-  if (given(step.negatives) && !always_there) {
+  if (is_defined(step.negatives) && !always_scored) {
     sets.push_back({ids, log_count, Tensor(), /*distinct=*/false});
   }
   return sets;
@@ -87,17 +89,17 @@ Proposal propose(const SampledStep& step, const StepSampler& sampler,
 
 Tensor sampled_step(const SampledStep& step, const StepSampler& sampler,
                     const SampledSoftmaxOptions& options) {
-  TORCH_CHECK_VALUE(given(step.negatives) || !given(step.negative_log_count), kOp,
+  TORCH_CHECK_VALUE(is_defined(step.negatives) || !is_defined(step.negative_log_count), kOp,
                     ": expected negatives with negative_log_count, got none");
   Proposal sets;
   {
     const at::AutoDispatchBelowADInplaceOrView guard; // samples have no gradient
-    const Tensor listed = given(step.target_prob)
+    const Tensor listed_targets = is_defined(step.target_prob)
         ? soft_targets(kOp, step.input, step.target, *step.target_prob, options.ignore_index)
         : step.target;
-    sets = propose(step, sampler, options, listed);
+    sets = propose(step, sampler, options, listed_targets);
   }
-  if (given(step.target_prob)) {
+  if (is_defined(step.target_prob)) {
     return sampled_softmax_loss(step.input, step.weight, step.bias, step.target, sets, options,
                                 step.class_weight, step.log_z, step.target_prob);
   }
@@ -121,19 +123,19 @@ Tensor sampled_step_op(const Tensor& input, const Tensor& weight, const Optional
   const SampledStep step{input,    weight,   bias,     target,   other(0),
                          other(1), other(2), other(3), other(4), std::move(generator),
                          training, prepare};
-  SamplerView drawing(kOp, sampler, state);
+  SamplerView sampler_view(kOp, sampler, state);
   Tensor head;
-  if (const auto parts = drawing.parts();
-      drawing.name() == "disjoint" && parts.size() == 2 && parts[0].name() == "head") {
+  if (const auto parts = sampler_view.parts();
+      sampler_view.name() == "disjoint" && parts.size() == 2 && parts[0].name() == "head") {
     head = parts[0].tensors()[0];
-    drawing = parts[1];
+    sampler_view = parts[1];
   }
-  const StepSampler described{part_of(drawing), head, drawing.reads_queries(),
-                              [&](const Tensor& weight, const OptionalTensor& bias,
-                                  const std::optional<at::Generator>& generator) {
-                                drawing.step(weight, bias, generator);
-                              }};
-  return sampled_step(step, described, parse_options<SampledSoftmaxOptions>(kOp, options));
+  const StepSampler step_sampler{part_of(sampler_view), head, sampler_view.reads_queries(),
+                                 [&](const Tensor& weight, const OptionalTensor& bias,
+                                     const std::optional<at::Generator>& generator) {
+                                   sampler_view.step(weight, bias, generator);
+                                 }};
+  return sampled_step(step, step_sampler, parse_options<SampledSoftmaxOptions>(kOp, options));
 }
 
 } // namespace
@@ -150,7 +152,7 @@ XSOFTMAX_OPERATORS(m) {
       [](const Tensor& input, const Tensor& weight, const Tensor& target,
          const OptionalTensor& class_weight, const OptionalTensor& log_z, bool soft,
          std::string_view options) {
-        check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
+        check::strided_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
         check::dim(kOp, "weight", weight, 2);
         check_sampled_loss(input, weight, target, class_weight, log_z, soft,
                            parse_options<SampledSoftmaxOptions>(kOp, options));

@@ -24,7 +24,7 @@ namespace xsoftmax {
 
 /// Returns whether target is [*, T] with T > 1 positives per query of input [*, D]. Replaces a
 /// target with T = 1 or T = 0 by the equivalent target [*].
-bool has_several(const at::Tensor& input, at::Tensor& target, int64_t ignore_index);
+bool has_multiple_positives(const at::Tensor& input, at::Tensor& target, int64_t ignore_index);
 
 /// Returns the distinct positives of each query, [Q, T], in descending order and padded with -1.
 at::Tensor distinct_positives(const at::Tensor& target, int64_t ignore_index);

@@ -48,7 +48,7 @@ Tensor reduced(const char* op, const Tensor& loss, const Tensor& target,
 Tensor shares_of(const Tensor& prob, const Tensor& ids, const Tensor& counts,
                  const OptionalTensor& class_weight, at::ScalarType dtype) {
   Tensor shares = prob.detach().to(dtype);
-  if (given(class_weight)) {
+  if (is_defined(class_weight)) {
     const Tensor weights = class_weight->detach().to(dtype).index_select(0, ids.flatten());
     shares = shares * weights.reshape_symint(ids.sym_sizes());
   }
@@ -98,10 +98,12 @@ Tensor linear_soft_loss(const Tensor& input, const Tensor& weight, const Optiona
                     options.label_smoothing);
   check_logits(kExact, options);
   check_z_loss(kExact, options.z_loss);
-  const Tensor listed = soft_targets(kExact, input, target, target_prob, options.ignore_index);
-  check_batch(kExact, input, listed, weight, options.ignore_index, /*soft=*/true);
+  const Tensor listed_targets =
+      soft_targets(kExact, input, target, target_prob, options.ignore_index);
+  check_batch(kExact, input, listed_targets, weight, options.ignore_index, /*soft=*/true);
   check_class_weight(kExact, class_weight, weight.sym_size(0), target);
-  const Tensor rows = listed.unsqueeze(0).flatten(0, -2), counts = rows.ne(options.ignore_index);
+  const Tensor rows = listed_targets.unsqueeze(0).flatten(0, -2),
+               counts = rows.ne(options.ignore_index);
   const Tensor ids = rows.masked_fill(counts.logical_not(), 0);
   const Tensor queries = input.unsqueeze(0).flatten(0, -2);
   const Tensor counted = mask_ignored_rows(queries, counts.any(1).to(at::kLong), 0);
@@ -115,15 +117,16 @@ Tensor linear_soft_loss(const Tensor& input, const Tensor& weight, const Optiona
 
 Tensor sampled_soft_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                          const Tensor& target, const Tensor& target_prob, const Proposal& sets,
-                         const SampledSoftmaxOptions& given_options,
+                         const SampledSoftmaxOptions& options_argument,
                          const OptionalTensor& class_weight, const OptionalTensor& log_z) {
-  SampledSoftmaxOptions options = given_options;
+  SampledSoftmaxOptions options = options_argument;
   options.positives = "sum"; // the listed classes as one class, whose loss yields the normaliser
   options.z_loss = 0;        // added below
-  const Tensor listed = soft_targets(kSampled, input, target, target_prob, options.ignore_index);
-  check_batch(kSampled, input, listed, weight, options.ignore_index, /*soft=*/true);
-  check_sampled_loss(input, weight, target, class_weight, log_z, /*soft=*/true, given_options);
-  const Tensor rows = listed.unsqueeze(0).flatten(0, -2);
+  const Tensor listed_targets =
+      soft_targets(kSampled, input, target, target_prob, options.ignore_index);
+  check_batch(kSampled, input, listed_targets, weight, options.ignore_index, /*soft=*/true);
+  check_sampled_loss(input, weight, target, class_weight, log_z, /*soft=*/true, options_argument);
+  const Tensor rows = listed_targets.unsqueeze(0).flatten(0, -2);
   // Without listed classes, empty scores connect the loss of 0 to its arguments.
   if (rows.sym_size(1) == 0) {
     const Tensor queries = input.unsqueeze(0).flatten(0, -2);
@@ -131,8 +134,8 @@ Tensor sampled_soft_loss(const Tensor& input, const Tensor& weight, const Option
         candidate_scores(queries, weight, bias, rows, std::nullopt, options.sparse_grad);
     return reduced(kSampled, scores.sum(1), target, options);
   }
-  Proposal of_listed = sets;
-  for (CandidateSet& set : of_listed) { // samplers treat a single positive as a target [Q]
+  Proposal target_sets = sets;
+  for (CandidateSet& set : target_sets) { // samplers treat a single positive as a target [Q]
     if (set.target_log_count.defined() && set.target_log_count.dim() == 1) {
       set.target_log_count = set.target_log_count.unsqueeze(1);
     }
@@ -142,11 +145,11 @@ Tensor sampled_soft_loss(const Tensor& input, const Tensor& weight, const Option
       target_prob.reshape_symint(rows.sym_sizes()).detach().to(opmath_dtype(weight.scalar_type())),
       options.ignore_index);
   const auto [loss, scores, score] =
-      losses_of_positives(input, weight, bias, positives, of_listed, options, log_z);
+      losses_of_positives(input, weight, bias, positives, target_sets, options, log_z);
   const Tensor counts = positives.ge(0);
   const Tensor shares =
       shares_of(prob, positives.clamp_min(0), counts, class_weight, scores.scalar_type());
-  const Tensor each = with_z_loss(loss + (score - scores), loss + score, given_options.z_loss);
+  const Tensor each = with_z_loss(loss + (score - scores), loss + score, options_argument.z_loss);
   return reduced(kSampled, at::where(counts, each * shares, 0.0).sum(1), target, options);
 }
 

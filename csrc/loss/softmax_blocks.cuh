@@ -18,10 +18,10 @@ namespace xsoftmax::cuda {
 /// Returns the number of classes per block. Their logits fit into the L2 cache until the next
 /// kernel reads them.
 inline int64_t class_block(int64_t queries, int64_t classes, size_t element) {
-  constexpr int64_t kBytes = 32 << 20, kLeast = 1024, kMost = 16384, kStep = 64;
+  constexpr int64_t kBytes = 32 << 20, kMin = 1024, kMax = 16384, kStep = 64;
   const int64_t fitting =
       kBytes / (std::max<int64_t>(1, queries) * int64_t(element)) / kStep * kStep;
-  return std::max<int64_t>(1, std::min(classes, std::clamp(fitting, kLeast, kMost)));
+  return std::max<int64_t>(1, std::min(classes, std::clamp(fitting, kMin, kMax)));
 }
 
 /// Writes the logits of classes [begin, begin + size), without bias, to `out` [Q, size].
@@ -99,27 +99,27 @@ __device__ inline double exponential_below(double x) { return exp(x); }
 template <typename A>
 struct RowFold {
   A max, sum;  ///< the largest logit, and the sum of e^(logit - max)
-  double even; ///< sum of class_weight * logit, or 0 if not needed
+  double weighted_sum; ///< sum of class_weight * logit, or 0 if not needed
 };
 
 /// Folds the logits of a query in a block of classes. A NaN or +inf makes the sum NaN. keys [Q,
 /// size] receives, for float logits, int64 keys that sort by logit and put the lower class first
 /// among equals; nullptr if not needed.
 template <int N, typename A>
-__device__ inline RowFold<A> fold_row(const LogitBlock<A>& block, int64_t q, bool want_even,
+__device__ inline RowFold<A> fold_row(const LogitBlock<A>& block, int64_t q, bool want_weighted_sum,
                                       int64_t* keys) {
-  constexpr A kLeast = -A(__builtin_inf());
+  constexpr A kMin = -A(__builtin_inf());
   __shared__ A storage[kWarp];
   __shared__ double wide_storage[kWarp];
   const A* row = block.products + q * block.stride;
-  A max = kLeast, sum = 0;
-  double even = 0;
+  A max = kMin, sum = 0;
+  double weighted_sum = 0;
   for (int64_t j = int64_t(threadIdx.x) * N; j < block.size; j += int64_t(blockDim.x) * N) {
     A x[N], top = max;
     const auto pack = load_pack<N>(row + j);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      x[i] = j + i < block.size ? block.logit(pack.values[i], j + i) : kLeast;
+      x[i] = j + i < block.size ? block.logit(pack.values[i], j + i) : kMin;
       top = x[i] > top ? x[i] : top;
     }
     const A shift = finite_shift(top);
@@ -130,8 +130,8 @@ __device__ inline RowFold<A> fold_row(const LogitBlock<A>& block, int64_t q, boo
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       sum += exponential_below(x[i] - shift);
-      if (want_even && j + i < block.size) {
-        even += double(x[i]) * double(block.weight_of(j + i));
+      if (want_weighted_sum && j + i < block.size) {
+        weighted_sum += double(x[i]) * double(block.weight_of(j + i));
       }
       if constexpr (std::is_same_v<A, float>) {
         if (keys != nullptr && j + i < block.size) { // + 0 maps -0 to +0
@@ -142,9 +142,9 @@ __device__ inline RowFold<A> fold_row(const LogitBlock<A>& block, int64_t q, boo
       }
     }
   }
-  const A top = block_max(max, kLeast, storage);
+  const A top = block_max(max, kMin, storage);
   sum = block_sum(sum * exponential_below(max - finite_shift(top)), storage);
-  return {top, sum, want_even ? block_sum(even, wide_storage) : 0.0};
+  return {top, sum, want_weighted_sum ? block_sum(weighted_sum, wide_storage) : 0.0};
 }
 
 // Folds the logits of a block of classes into the state of each query, with one thread block per

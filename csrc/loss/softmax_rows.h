@@ -9,7 +9,7 @@ namespace xsoftmax {
 
 /// Lower bound of logit - max in the entropy, because for -inf the product e^x * x would be NaN.
 template <typename A>
-inline constexpr A kLeastDifference = A(-1e30);
+inline constexpr A kMinDifference = A(-1e30);
 
 /// The transform of scores into logits: cap tanh(scale score / cap), or scale score if cap is 0.
 template <typename A>

@@ -15,7 +15,7 @@ inline A logit(const A* logits, const A* bias, int64_t j) {
 // NaN.
 template <typename A>
 inline A bounded(A difference) {
-  return difference < kLeastDifference<A> ? kLeastDifference<A> : difference;
+  return difference < kMinDifference<A> ? kMinDifference<A> : difference;
 }
 
 // Implements fold and fold_weighted. weighted: nullptr unless kWeighted.

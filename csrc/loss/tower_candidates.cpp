@@ -75,8 +75,10 @@ Tensor inclusion_log_count(const Tensor& log_prob, const Tensor& draws, int64_t 
   const double uniform =
       uniform_draws == 0 ? 0 : double(uniform_draws) * std::log1p(-1.0 / double(num_ids));
   const Tensor number = draws.to(at::kDouble),
-               missed = at::log1p(-log_prob.to(at::kDouble).exp().clamp_max(1));
-  return (-at::expm1(at::where(number.gt(0), number * missed, 0.0) + uniform)).log().to(at::kFloat);
+               log_not_drawn = at::log1p(-log_prob.to(at::kDouble).exp().clamp_max(1));
+  return (-at::expm1(at::where(number.gt(0), number * log_not_drawn, 0.0) + uniform))
+      .log()
+      .to(at::kFloat);
 }
 
 namespace {

@@ -59,10 +59,11 @@ TowerState forward_meta(const Tensor& query, const Tensor& target_vector, const 
   const TowerArguments checked(query, target_vector, target, vectors, private_vectors, candidates,
                                distinct, options);
   check_tower_grad(grad, query);
-  const auto gradient = [&](const OptionalTensor& of, bool is_wanted) {
-    std::vector<c10::SymInt> shape =
-        given(of) ? of->sym_sizes().vec() : std::vector<c10::SymInt>{0, query.sym_size(1)};
-    shape[0] = is_wanted && given(of) ? shape[0] : c10::SymInt(0);
+  const auto gradient = [&](const OptionalTensor& tensor, bool is_wanted) {
+    std::vector<c10::SymInt> shape = is_defined(tensor)
+        ? tensor->sym_sizes().vec()
+        : std::vector<c10::SymInt>{0, query.sym_size(1)};
+    shape[0] = is_wanted && is_defined(tensor) ? shape[0] : c10::SymInt(0);
     return at::empty_symint(shape, query.options());
   };
   return {at::empty_symint({query.sym_size(0)},
@@ -103,12 +104,13 @@ Tensor weighted_any(const Tensor& query, const Tensor& target_vector, const Tens
       .sum();
 }
 
-GradientMask wants(const Tensor& query, const Tensor& target_vector, const OptionalTensor& vectors,
-                   const OptionalTensor& private_vectors) {
-  const auto of = [](const OptionalTensor& tensor) {
-    return given(tensor) && tensor->requires_grad();
+GradientMask gradient_mask(const Tensor& query, const Tensor& target_vector,
+                           const OptionalTensor& vectors, const OptionalTensor& private_vectors) {
+  const auto needs_grad = [](const OptionalTensor& tensor) {
+    return is_defined(tensor) && tensor->requires_grad();
   };
-  return {query.requires_grad(), target_vector.requires_grad(), of(vectors), of(private_vectors)};
+  return {query.requires_grad(), target_vector.requires_grad(), needs_grad(vectors),
+          needs_grad(private_vectors)};
 }
 
 OptionalTensors columns_from(const torch::autograd::variable_list& saved, size_t first) {
@@ -121,8 +123,8 @@ OptionalTensors columns_from(const torch::autograd::variable_list& saved, size_t
 
 // Returns whether a backward pass needs the gradients of query, target_vector, vectors and
 // private_vectors. Autograd numbers only the tensors that are present, including targets.
-GradientMask wants(const torch::autograd::AutogradContext& ctx, bool has_vectors,
-                   bool has_private) {
+GradientMask gradient_mask(const torch::autograd::AutogradContext& ctx, bool has_vectors,
+                           bool has_private) {
   return {ctx.needs_input_grad(0), ctx.needs_input_grad(1), has_vectors && ctx.needs_input_grad(3),
           has_private && ctx.needs_input_grad(has_vectors ? 4 : 3)};
 }
@@ -135,11 +137,12 @@ class WeightedTowerLoss : public torch::autograd::Function<WeightedTowerLoss> {
                         const OptionalTensors& candidates, at::IntArrayRef distinct,
                         const Tensor& factor, std::string_view options) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, of_query, of_target, of_vectors, of_private] =
-        call_forward(query, target_vector, target, vectors, private_vectors, candidates, distinct,
-                     factor, options, wants(query, target_vector, vectors, private_vectors));
-    ctx->save_for_backward({of_query, of_target, of_vectors, of_private, query, target_vector,
-                            vectors.value_or(Tensor()), private_vectors.value_or(Tensor())});
+    auto [loss, grad_query, grad_target_vector, grad_vectors, grad_private_vectors] = call_forward(
+        query, target_vector, target, vectors, private_vectors, candidates, distinct, factor,
+        options, gradient_mask(query, target_vector, vectors, private_vectors));
+    ctx->save_for_backward({grad_query, grad_target_vector, grad_vectors, grad_private_vectors,
+                            query, target_vector, vectors.value_or(Tensor()),
+                            private_vectors.value_or(Tensor())});
     return loss.sum();
   }
 
@@ -147,11 +150,11 @@ class WeightedTowerLoss : public torch::autograd::Function<WeightedTowerLoss> {
                                                  torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     torch::autograd::variable_list result(9);
-    constexpr std::array<size_t, 4> places{0, 1, 3, 4};
-    const GradientMask wanted = wants(*ctx, saved[6].defined(), saved[7].defined());
+    constexpr std::array<size_t, 4> input_positions{0, 1, 3, 4};
+    const GradientMask wanted = gradient_mask(*ctx, saved[6].defined(), saved[7].defined());
     for (size_t i = 0; i < 4; ++i) {
       if (wanted[i]) {
-        result[places[i]] = scale_gradient(saved[i], grads[0], saved[4 + i]);
+        result[input_positions[i]] = scale_gradient(saved[i], grads[0], saved[4 + i]);
       }
     }
     return result;
@@ -181,16 +184,16 @@ class TowerLosses : public torch::autograd::Function<TowerLosses> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const GradientMask wanted = wants(*ctx, saved[3].defined(), saved[4].defined());
-    const auto [loss, of_query, of_target, of_vectors, of_private] =
+    const GradientMask wanted = gradient_mask(*ctx, saved[3].defined(), saved[4].defined());
+    const auto [loss, grad_query, grad_target_vector, grad_vectors, grad_private_vectors] =
         call_forward(saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]),
                      columns_from(saved, 5), ctx->saved_data["distinct"].toIntVector(), grads[0],
                      ctx->saved_data["options"].toStringRef(), wanted);
-    return {wanted[0] ? of_query : Tensor(),
-            wanted[1] ? of_target : Tensor(),
+    return {wanted[0] ? grad_query : Tensor(),
+            wanted[1] ? grad_target_vector : Tensor(),
             Tensor(),
-            wanted[2] ? of_vectors : Tensor(),
-            wanted[3] ? of_private : Tensor(),
+            wanted[2] ? grad_vectors : Tensor(),
+            wanted[3] ? grad_private_vectors : Tensor(),
             Tensor(),
             Tensor(),
             Tensor()};
@@ -201,8 +204,8 @@ Tensor losses_autograd(const Tensor& query, const Tensor& target_vector, const T
                        const OptionalTensor& vectors, const OptionalTensor& private_vectors,
                        const OptionalTensors& candidates, at::IntArrayRef distinct,
                        std::string_view options) {
-  check::given_tensors(kOp,
-                       {{"query", &query}, {"target_vector", &target_vector}, {"target", &target}});
+  check::strided_tensors(
+      kOp, {{"query", &query}, {"target_vector", &target_vector}, {"target", &target}});
   return TowerLosses::apply(query, target_vector, target, vectors, private_vectors, candidates,
                             distinct, options);
 }
@@ -211,11 +214,11 @@ Tensor weighted_autograd(const Tensor& query, const Tensor& target_vector, const
                          const OptionalTensor& vectors, const OptionalTensor& private_vectors,
                          const OptionalTensors& candidates, at::IntArrayRef distinct,
                          const Tensor& factor, std::string_view options) {
-  check::given_tensors(kOp,
-                       {{"query", &query},
-                        {"target_vector", &target_vector},
-                        {"target", &target},
-                        {"factor", &factor}});
+  check::strided_tensors(kOp,
+                         {{"query", &query},
+                          {"target_vector", &target_vector},
+                          {"target", &target},
+                          {"factor", &factor}});
   return WeightedTowerLoss::apply(query, target_vector, target, vectors, private_vectors,
                                   candidates, distinct, factor, options);
 }
@@ -251,8 +254,8 @@ Tensor tower_loss_op(const Tensor& query, const Tensor& target_vector, const Ten
 Tensor tower_loss(const Tensor& query, const Tensor& target_vector, const Tensor& target,
                   at::TensorList set_vectors, const Proposal& sets, const TowerOptions& options,
                   const OptionalTensor& weight) {
-  check::given_tensors(kOp,
-                       {{"query", &query}, {"target_vector", &target_vector}, {"target", &target}});
+  check::strided_tensors(
+      kOp, {{"query", &query}, {"target_vector", &target_vector}, {"target", &target}});
   const int64_t reduction = reduction_code(kOp, options.reduction);
   const EstimatorOptions& estimator = options;
   const std::string inner = text_of(estimator);
@@ -261,34 +264,38 @@ Tensor tower_loss(const Tensor& query, const Tensor& target_vector, const Tensor
   TORCH_CHECK_VALUE(set_vectors.size() == sets.size(), kOp, ": expected vectors of each of ",
                     sets.size(), " sets, got ", set_vectors.size());
   const Candidates columns =
-      lay_out(sets, query.sym_size(0), find_estimator(kOp, options.estimator).traits);
+      arrange_columns(sets, query.sym_size(0), find_estimator(kOp, options.estimator).traits);
   const OptionalTensors candidates = columns.tensors();
   const auto distinct = columns.distinct();
-  const Tensor of_target = target_vector.to(query.scalar_type());
-  const OptionalTensor all = joined_vectors(sets, set_vectors, 2, query.scalar_type()),
-                       each = joined_vectors(sets, set_vectors, 3, query.scalar_type());
+  const Tensor cast_target_vector = target_vector.to(query.scalar_type());
+  const OptionalTensor shared_set_vectors =
+                           joined_vectors(sets, set_vectors, 2, query.scalar_type()),
+                       private_set_vectors =
+                           joined_vectors(sets, set_vectors, 3, query.scalar_type());
   const auto dtype = opmath_dtype(query.scalar_type());
   check_tower_weight(kOp, weight, query);
-  const Tensor shares = given(weight)
+  const Tensor shares = is_defined(weight)
       ? weight->detach().to(dtype)
       : at::ones_symint({query.sym_size(0)}, query.options().dtype(dtype).requires_grad(false));
   // For a mean over an empty batch the weighted sum below would be 0 instead of NaN.
   if (reduction == at::Reduction::None || dtype != query.scalar_type() ||
       (reduction == at::Reduction::Mean && query.sym_size(0) == 0)) {
     static const auto op = find_op<decltype(losses_any)>("xsoftmax::tower_losses");
-    const Tensor loss =
-        op.call(query, of_target, target, all, each, candidates, distinct, inner) * shares;
+    const Tensor loss = op.call(query, cast_target_vector, target, shared_set_vectors,
+                                private_set_vectors, candidates, distinct, inner) *
+        shares;
     return reduction == at::Reduction::None ? loss
         : reduction == at::Reduction::Sum   ? loss.sum()
                                             : loss.sum() / shares.sum();
   }
   const Tensor factor = reduction == at::Reduction::Mean ? shares / shares.sum() : shares;
   static const auto op = find_op<decltype(weighted_any)>("xsoftmax::weighted_tower_loss");
-  return op.call(query, of_target, target, all, each, candidates, distinct, factor, inner);
+  return op.call(query, cast_target_vector, target, shared_set_vectors, private_set_vectors,
+                 candidates, distinct, factor, inner);
 }
 
 void check_tower_weight(const char* op, const OptionalTensor& weight, const Tensor& query) {
-  if (given(weight)) {
+  if (is_defined(weight)) {
     check::floating(op, "weight", *weight);
     check::dim(op, "weight", *weight, 1);
     check::size(op, "weight", *weight, 0, query.sym_size(0), "the queries");
@@ -308,14 +315,14 @@ TowerArguments::TowerArguments(const Tensor& query, const Tensor& target_vector,
   check::dim(kOp, "query", query, 2);
   check::floating(kOp, "query", query);
   check_vectors("target_vector", target_vector, 2, query);
-  const auto check_candidate_vectors = [&](const char* name, const OptionalTensor& of,
+  const auto check_candidate_vectors = [&](const char* name, const OptionalTensor& tensor,
                                            const char* ids_name, const OptionalTensor& ids,
                                            int64_t dim) {
-    TORCH_CHECK_VALUE(given(of) == given(ids), kOp, ": expected ", name, " and ", ids_name,
-                      ", or neither, got one");
-    if (given(of)) {
-      check_vectors(name, *of, dim, query);
-      check::size(kOp, name, *of, dim - 2, ids->sym_size(-1), ids_name);
+    TORCH_CHECK_VALUE(is_defined(tensor) == is_defined(ids), kOp, ": expected ", name, " and ",
+                      ids_name, ", or neither, got one");
+    if (is_defined(tensor)) {
+      check_vectors(name, *tensor, dim, query);
+      check::size(kOp, name, *tensor, dim - 2, ids->sym_size(-1), ids_name);
     }
   };
   check_candidates(kOp, "query", query, target, candidates, options);
@@ -340,17 +347,18 @@ TowerState tower_loss_forward_reference(const TowerArguments& arguments, const T
   check_tower_grad(grad, query);
   const auto dtype = opmath_dtype(query.scalar_type());
   const Tensor q = query.to(dtype), t = target_vector.to(dtype);
-  const Tensor v = given(vectors) ? vectors->to(dtype) : q.new_empty({0, q.size(1)});
-  const Tensor p =
-      given(private_vectors) ? private_vectors->to(dtype) : q.new_empty({q.size(0), 0, q.size(1)});
+  const Tensor v = is_defined(vectors) ? vectors->to(dtype) : q.new_empty({0, q.size(1)});
+  const Tensor p = is_defined(private_vectors) ? private_vectors->to(dtype)
+                                               : q.new_empty({q.size(0), 0, q.size(1)});
   const Tensor scores =
       at::cat({(q * t).sum(1, true), at::bmm(p, q.unsqueeze(2)).squeeze(2), at::mm(q, v.t())}, 1);
-  const Tensor of_query = estimator_loss(scores, target, candidates, options),
-               shares = grad.to(of_query.scalar_type());
+  const Tensor losses = estimator_loss(scores, target, candidates, options),
+               shares = grad.to(losses.scalar_type());
   // A query of weight 0 may have a loss of NaN.
-  const Tensor loss = at::where(shares.eq(0), 0.0, of_query * shares);
-  const auto none = [&](const OptionalTensor& of) {
-    std::vector<int64_t> shape = given(of) ? of->sizes().vec() : std::vector<int64_t>{0, q.size(1)};
+  const Tensor loss = at::where(shares.eq(0), 0.0, losses * shares);
+  const auto none = [&](const OptionalTensor& tensor) {
+    std::vector<int64_t> shape =
+        is_defined(tensor) ? tensor->sizes().vec() : std::vector<int64_t>{0, q.size(1)};
     shape[0] = 0;
     return at::empty(shape, query.options());
   };
@@ -359,21 +367,23 @@ TowerState tower_loss_forward_reference(const TowerArguments& arguments, const T
     return result;
   }
   const Tensor gradient = estimator_loss_backward(grad, scores, target, candidates, options);
-  const Tensor of_target = gradient.narrow(1, 0, 1), of_private = gradient.narrow(1, 1, p.size(1)),
-               of_all = gradient.narrow(1, 1 + p.size(1), v.size(0));
-  const auto as_query = [&](const Tensor& of) { return of.to(query.scalar_type()); };
+  const Tensor grad_target_score = gradient.narrow(1, 0, 1),
+               grad_private_scores = gradient.narrow(1, 1, p.size(1)),
+               grad_shared_scores = gradient.narrow(1, 1 + p.size(1), v.size(0));
+  const auto as_query = [&](const Tensor& tensor) { return tensor.to(query.scalar_type()); };
   if (wanted[0]) {
-    std::get<1>(result) = as_query(of_target * t + at::bmm(of_private.unsqueeze(1), p).squeeze(1) +
-                                   at::mm(of_all, v));
+    std::get<1>(result) =
+        as_query(grad_target_score * t + at::bmm(grad_private_scores.unsqueeze(1), p).squeeze(1) +
+                 at::mm(grad_shared_scores, v));
   }
   if (wanted[1]) {
-    std::get<2>(result) = as_query(of_target * q);
+    std::get<2>(result) = as_query(grad_target_score * q);
   }
   if (wanted[2]) {
-    std::get<3>(result) = as_query(at::mm(of_all.t(), q));
+    std::get<3>(result) = as_query(at::mm(grad_shared_scores.t(), q));
   }
   if (wanted[3]) {
-    std::get<4>(result) = as_query(of_private.unsqueeze(2) * q.unsqueeze(1));
+    std::get<4>(result) = as_query(grad_private_scores.unsqueeze(2) * q.unsqueeze(1));
   }
   return result;
 }
@@ -414,7 +424,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 
 // Autocast is not applied: the towers already return its dtypes, and the products here are few.
 XSOFTMAX_AUTOCAST(m) {
-  below_autocast(m, {"tower_losses", "weighted_tower_loss", "tower_loss_forward"});
+  disable_autocast(m, {"tower_losses", "weighted_tower_loss", "tower_loss_forward"});
 }
 
 } // namespace xsoftmax

@@ -23,7 +23,7 @@ using at::Tensor;
 constexpr int64_t kBlockBytes = 16 << 20; // bytes of scores
 
 OptionalTensor rows_of(const OptionalTensor& tensor, int64_t begin, int64_t size) {
-  return given(tensor) ? OptionalTensor(tensor->narrow(0, begin, size)) : tensor;
+  return is_defined(tensor) ? OptionalTensor(tensor->narrow(0, begin, size)) : tensor;
 }
 
 // Returns the candidates of queries [begin, begin + size).
@@ -32,7 +32,7 @@ Candidates rows_of(const Candidates& candidates, int64_t begin, int64_t size) {
   part.private_ids = rows_of(candidates.private_ids, begin, size);
   part.private_log_count = rows_of(candidates.private_log_count, begin, size);
   part.target_log_count = rows_of(candidates.target_log_count, begin, size);
-  if (given(candidates.shared_log_count) && candidates.shared_log_count->dim() == 2) {
+  if (is_defined(candidates.shared_log_count) && candidates.shared_log_count->dim() == 2) {
     part.shared_log_count = rows_of(candidates.shared_log_count, begin, size);
   }
   return part;
@@ -43,7 +43,7 @@ struct TowerPass {
   const TowerArguments& arguments;
   Candidates candidates;
   Tensor query, target_vector, target, vectors, private_vectors, grad;
-  Tensor loss, of_query, of_target, of_vectors, of_private;
+  Tensor loss, grad_query, grad_target_vector, grad_vectors, grad_private_vectors;
   bool wanted;
   bool rounds; // whether products round operands to bfloat16
 
@@ -53,36 +53,37 @@ struct TowerPass {
   // Computes, for queries [begin, begin + size), the loss and all gradients except those of the
   // shared vectors. The gradient of the scores overwrites the scores.
   void run_rows(Tensor scores, int64_t begin, int64_t size) {
-    const auto part = [&](const Tensor& of) { return of.narrow(0, begin, size); };
+    const auto part = [&](const Tensor& tensor) { return tensor.narrow(0, begin, size); };
     const Tensor q = part(query), t = part(target_vector);
-    Tensor of_all = scores.narrow(1, 1 + private_width(), vectors.size(0));
+    Tensor shared_scores = scores.narrow(1, 1 + private_width(), vectors.size(0));
     scores.select(1, 0).copy_((q * t).sum(1));
     if (private_width() > 0) {
       scores.narrow(1, 1, private_width())
           .copy_(at::bmm(part(private_vectors), q.unsqueeze(2)).squeeze(2));
     }
-    multiply_in_parts(of_all, q, vectors.t(), {.bfloat16 = rounds});
+    multiply_in_parts(shared_scores, q, vectors.t(), {.bfloat16 = rounds});
     scores.scalar_type() == at::kDouble ? estimate<double>(scores, begin, size)
                                         : estimate<float>(scores, begin, size);
     if (!wanted) {
       return;
     }
-    const Tensor of_score = scores.narrow(1, 0, 1), of_each = scores.narrow(1, 1, private_width());
-    if (of_query.defined()) {
-      Tensor sum = part(of_query);
-      multiply_in_parts(sum, of_all, vectors, {.bfloat16 = rounds});
-      sum.addcmul_(of_score, t);
+    const Tensor target_scores = scores.narrow(1, 0, 1),
+                 private_scores = scores.narrow(1, 1, private_width());
+    if (grad_query.defined()) {
+      Tensor sum = part(grad_query);
+      multiply_in_parts(sum, shared_scores, vectors, {.bfloat16 = rounds});
+      sum.addcmul_(target_scores, t);
       if (private_width() > 0) {
-        sum.add_(at::bmm(of_each.unsqueeze(1), part(private_vectors)).squeeze(1));
+        sum.add_(at::bmm(private_scores.unsqueeze(1), part(private_vectors)).squeeze(1));
       }
     }
-    if (of_target.defined()) {
-      Tensor product = part(of_target);
-      at::mul_out(product, of_score, q);
+    if (grad_target_vector.defined()) {
+      Tensor product = part(grad_target_vector);
+      at::mul_out(product, target_scores, q);
     }
-    if (of_private.defined()) {
-      Tensor product = part(of_private);
-      at::mul_out(product, of_each.unsqueeze(2), q.unsqueeze(1));
+    if (grad_private_vectors.defined()) {
+      Tensor product = part(grad_private_vectors);
+      at::mul_out(product, private_scores.unsqueeze(2), q.unsqueeze(1));
     }
   }
 
@@ -111,12 +112,13 @@ struct TowerPass {
       for_slices(scores, size, [&](int64_t first, int64_t count) {
         run_rows(scores.narrow(0, first, count), begin + first, count);
       });
-      if (of_vectors.defined()) {
-        const Tensor of_all = scores.narrow(1, 1 + private_width(), all),
+      if (grad_vectors.defined()) {
+        const Tensor shared_scores = scores.narrow(1, 1 + private_width(), all),
                      q = query.narrow(0, begin, size);
         for_slices(scores, all, [&](int64_t first, int64_t count) {
-          multiply_in_parts(of_vectors.narrow(0, first, count), of_all.narrow(1, first, count).t(),
-                            q, {.add = true, .bfloat16 = rounds});
+          multiply_in_parts(grad_vectors.narrow(0, first, count),
+                            shared_scores.narrow(1, first, count).t(), q,
+                            {.add = true, .bfloat16 = rounds});
         });
       }
     }
@@ -136,41 +138,42 @@ TowerState tower_loss_forward_cpu(const Tensor& query, const Tensor& target_vect
   }
   check_tower_grad(grad, query);
   const auto dtype = opmath_dtype(query.scalar_type());
-  const auto plain = [&](const Tensor& of) { return of.to(dtype).contiguous(); };
+  const auto to_sums = [&](const Tensor& tensor) { return tensor.to(dtype).contiguous(); };
   const int64_t queries = query.size(0), features = query.size(1);
   const auto floats = query.options().dtype(dtype);
-  const auto gradient = [&](const OptionalTensor& of, bool is_wanted, bool zero) {
-    return !is_wanted || !given(of) ? Tensor()
-        : zero                      ? at::zeros(of->sizes(), floats)
-                                    : at::empty(of->sizes(), floats);
+  const auto gradient = [&](const OptionalTensor& tensor, bool is_wanted, bool zero) {
+    return !is_wanted || !is_defined(tensor) ? Tensor()
+        : zero                               ? at::zeros(tensor->sizes(), floats)
+                                             : at::empty(tensor->sizes(), floats);
   };
-  TowerPass pass{
-      arguments,
-      arguments.candidates,
-      plain(query),
-      plain(target_vector),
-      target.contiguous(),
-      given(vectors) ? plain(*vectors) : at::empty({0, features}, floats),
-      given(private_vectors) ? plain(*private_vectors) : at::empty({queries, 0, features}, floats),
-      plain(grad),
-      at::empty({queries}, floats),
-      gradient(query, wanted[0], false),
-      gradient(target_vector, wanted[1], false),
-      gradient(vectors, wanted[2], true),
-      gradient(private_vectors, wanted[3], false),
-      wanted != GradientMask{},
-      multiplies_bfloat16(query)};
+  TowerPass pass{arguments,
+                 arguments.candidates,
+                 to_sums(query),
+                 to_sums(target_vector),
+                 target.contiguous(),
+                 is_defined(vectors) ? to_sums(*vectors) : at::empty({0, features}, floats),
+                 is_defined(private_vectors) ? to_sums(*private_vectors)
+                                             : at::empty({queries, 0, features}, floats),
+                 to_sums(grad),
+                 at::empty({queries}, floats),
+                 gradient(query, wanted[0], false),
+                 gradient(target_vector, wanted[1], false),
+                 gradient(vectors, wanted[2], true),
+                 gradient(private_vectors, wanted[3], false),
+                 wanted != GradientMask{},
+                 uses_bfloat16_operands(query)};
   pass.run();
-  const auto result = [&](const Tensor& made, const OptionalTensor& of) {
-    if (made.defined()) {
-      return made.to(query.scalar_type());
+  const auto result = [&](const Tensor& gradient_part, const OptionalTensor& tensor) {
+    if (gradient_part.defined()) {
+      return gradient_part.to(query.scalar_type());
     }
-    std::vector<int64_t> shape = given(of) ? of->sizes().vec() : std::vector<int64_t>{0, features};
+    std::vector<int64_t> shape =
+        is_defined(tensor) ? tensor->sizes().vec() : std::vector<int64_t>{0, features};
     shape[0] = 0;
     return at::empty(shape, query.options());
   };
-  return {pass.loss, result(pass.of_query, query), result(pass.of_target, target_vector),
-          result(pass.of_vectors, vectors), result(pass.of_private, private_vectors)};
+  return {pass.loss, result(pass.grad_query, query), result(pass.grad_target_vector, target_vector),
+          result(pass.grad_vectors, vectors), result(pass.grad_private_vectors, private_vectors)};
 }
 
 } // namespace

@@ -42,7 +42,7 @@ TwoTowerOptions two_tower_options(const char* op, std::string_view text) {
   return options;
 }
 
-Tensor similar(const Tensor& vectors, const TwoTowerOptions& options) {
+Tensor normalize_vectors(const Tensor& vectors, const TwoTowerOptions& options) {
   return options.similarity == "dot" ? vectors
                                      : vectors /
           at::linalg_vector_norm(vectors, 2, {-1}, true).clamp_min(1e-12).expand_as(vectors);

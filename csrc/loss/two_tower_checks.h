@@ -16,7 +16,7 @@ namespace xsoftmax {
 TwoTowerOptions two_tower_options(const char* op, std::string_view text);
 
 /// Returns the vectors [*, D] whose dot products are the similarities.
-at::Tensor similar(const at::Tensor& vectors, const TwoTowerOptions& options);
+at::Tensor normalize_vectors(const at::Tensor& vectors, const TwoTowerOptions& options);
 
 /// Returns whether the list has `parts` tensors. Throws unless it has that many or none.
 bool has_parts(const char* op, const char* name, at::TensorList tensors, size_t parts);

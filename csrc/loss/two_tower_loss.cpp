@@ -63,7 +63,7 @@ bool check_call(const Tensor& query, const Tensor& item, const Tensor& item_id,
   check_vectors("query", query, query);
   check_vectors("item", item, query);
   check_ids("item_id", item_id, query.sym_sizes().slice(0, 1), query);
-  if (given(weight)) {
+  if (is_defined(weight)) {
     check::strided(kOp, "weight", *weight);
   }
   check_tower_weight(kOp, weight, query);
@@ -120,7 +120,7 @@ struct KnownIds {
 // The candidates of a step.
 struct StepCandidates {
   // Shared by all queries: vectors, ids, and whether each place is filled.
-  std::vector<Tensor> vectors, ids, filled;
+  std::vector<Tensor> vectors, ids, is_filled;
   Tensor draws; // number of shared samples with replacement for one query, without `uniform`
   int64_t uniform = 0; // number of shared samples drawn uniformly
   Tensor private_vectors, private_ids; // undefined if queries have none
@@ -152,23 +152,23 @@ struct StepCandidates {
   }
 
  private:
-  static Tensor all(const Tensor& of) {
-    return at::ones_symint({of.sym_size(0)}, of.options().dtype(at::kBool));
+  static Tensor all(const Tensor& tensor) {
+    return at::ones_symint({tensor.sym_size(0)}, tensor.options().dtype(at::kBool));
   }
   void add(const Tensor& more, const Tensor& more_ids, const Tensor& places) {
     vectors.push_back(more);
     ids.push_back(more_ids);
-    filled.push_back(places);
+    is_filled.push_back(places);
   }
 };
 
-// Returns which of the ids [Q, P] are among those of `others` [M] for which `takes_part` is true.
-Tensor among(const Tensor& ids, const Tensor& others, const Tensor& takes_part) {
+// Returns which of the ids [Q, P] are among those of `others` [M] for which `is_eligible` is true.
+Tensor is_among(const Tensor& ids, const Tensor& others, const Tensor& is_eligible) {
   if (others.sym_size(0) == 0) {
     return at::zeros_like(ids, at::kBool);
   }
   // The first of `others` is an item of the batch and always takes part.
-  const Tensor known = at::where(takes_part, others, others.narrow(0, 0, 1));
+  const Tensor known = at::where(is_eligible, others, others.narrow(0, 0, 1));
   return listed(ids.reshape({1, -1}), known.unsqueeze(0)).view_as(ids);
 }
 
@@ -178,30 +178,31 @@ template <typename LogCount>
 Proposal sets_of(const StepCandidates& candidates, const Tensor& item_id, bool counted,
                  const LogCount& log_count) {
   Proposal sets;
-  const Tensor &of_query_ids = candidates.private_ids, all_ids = at::cat(candidates.ids),
-               target_count = log_count(item_id), certain = at::zeros({}, target_count.options());
+  const Tensor &private_ids = candidates.private_ids, all_ids = at::cat(candidates.ids),
+               target_count = log_count(item_id), log_one = at::zeros({}, target_count.options());
   Tensor count = log_count(all_ids);
-  const Tensor takes_part =
-      first_occurrences(all_ids) & at::cat(candidates.filled) & ~count.isneginf();
+  const Tensor is_eligible =
+      first_occurrences(all_ids) & at::cat(candidates.is_filled) & ~count.isneginf();
   // Without counts all expected counts are 1, so an item that is a shared candidate must not be a
   // private one also.
-  if (of_query_ids.defined() && !counted) {
-    const Tensor again = first_occurrences(of_query_ids).logical_not() |
-        among(of_query_ids, all_ids, at::cat(candidates.filled));
-    sets.push_back({of_query_ids,
-                    at::zeros_like(again, target_count.options()).masked_fill(again, kInfinity),
-                    at::full_like(target_count, -kInfinity), true});
-  } else if (of_query_ids.defined()) {
-    const auto present = [&](const Tensor& of) {
-      return at::where(listed(of, of_query_ids), 0.0, -kInfinity);
+  if (private_ids.defined() && !counted) {
+    const Tensor is_repeated = first_occurrences(private_ids).logical_not() |
+        is_among(private_ids, all_ids, at::cat(candidates.is_filled));
+    sets.push_back(
+        {private_ids,
+         at::zeros_like(is_repeated, target_count.options()).masked_fill(is_repeated, kInfinity),
+         at::full_like(target_count, -kInfinity), true});
+  } else if (private_ids.defined()) {
+    const auto log_indicator = [&](const Tensor& tensor) {
+      return at::where(listed(tensor, private_ids), 0.0, -kInfinity);
     };
-    count = at::logaddexp(count, present(all_ids));
-    sets.push_back({of_query_ids,
-                    at::logaddexp(log_count(of_query_ids), certain)
-                        .masked_fill(~first_occurrences(of_query_ids), kInfinity),
-                    present(item_id.unsqueeze(1)).squeeze(1), true});
+    count = at::logaddexp(count, log_indicator(all_ids));
+    sets.push_back({private_ids,
+                    at::logaddexp(log_count(private_ids), log_one)
+                        .masked_fill(~first_occurrences(private_ids), kInfinity),
+                    log_indicator(item_id.unsqueeze(1)).squeeze(1), true});
   }
-  sets.push_back({all_ids, count.masked_fill(~takes_part, kInfinity), target_count, true});
+  sets.push_back({all_ids, count.masked_fill(~is_eligible, kInfinity), target_count, true});
   return sets;
 }
 
@@ -224,42 +225,44 @@ Tensor two_tower_loss_(const Tensor& query, const Tensor& item, const Tensor& it
       find_op<decltype(streaming_log_prob)>("xsoftmax::streaming_log_prob");
   const TwoTowerOptions options = two_tower_options(kOp, text);
   const bool counted = has_parts(kOp, "counts", counts, 4);
-  const bool has_places =
+  const bool has_memory =
       check_call(query, item, item_id, negatives, weight, memory, counted, options);
   const StreamingOptions stream =
       check_step(query, item_id, everyone, temperature, counts, counts_options);
   const KnownIds known{(counted ? stream.num_ids : options.num_items).value_or(0),
                        options.num_items.has_value()};
 
-  const Tensor scaled = similar(query, options) / temperature, of_target = similar(item, options);
-  Tensor items = of_target, ids = known(item_id, "item_id");
+  const Tensor scaled = normalize_vectors(query, options) / temperature,
+               target_vectors = normalize_vectors(item, options);
+  Tensor items = target_vectors, ids = known(item_id, "item_id");
   if (!everyone.empty()) {
-    items = similar(everyone[0], options);
+    items = normalize_vectors(everyone[0], options);
     ids = known(everyone[1], "ids of everyone");
   }
   StepCandidates candidates(items, ids);
   if (!negatives.empty()) {
-    const Tensor vectors = similar(negatives[0], options), more = known(negatives[1], kNegatives);
+    const Tensor vectors = normalize_vectors(negatives[0], options),
+                 more = known(negatives[1], kNegatives);
     candidates.add_negatives(vectors, more);
   }
 
   Proposal sets;
   { // counts and memory have no gradient, even if a state tensor requires one
     const at::NoGradGuard no_grad;
-    if (has_places) {
+    if (has_memory) {
       candidates.add_memory(memory, options.memory_warmup);
       candidates.ids.back() = known(candidates.ids.back(), "ids of memory");
     }
     const at::TensorList counts_to = updated[0] ? counts : at::TensorList{},
-                         memory_to = updated[1] && has_places ? memory : at::TensorList{};
+                         memory_to = updated[1] && has_memory ? memory : at::TensorList{};
     if (!counts_to.empty() || !memory_to.empty()) {
       update.call(ids, items.detach(), counts_to, memory_to, counts_options);
     }
-    sets = sets_of(candidates, item_id, counted, [&](const Tensor& of) {
+    sets = sets_of(candidates, item_id, counted, [&](const Tensor& tensor) {
       return !counted
-          ? at::zeros_like(of, of.options().dtype(at::kFloat))
+          ? at::zeros_like(tensor, tensor.options().dtype(at::kFloat))
           : inclusion_log_count(
-                log_prob.call(of, counts[0], counts[1], counts[2], counts[3], counts_options)
+                log_prob.call(tensor, counts[0], counts[1], counts[2], counts[3], counts_options)
                     .to(at::kFloat),
                 candidates.draws, candidates.uniform, options.num_items.value_or(0));
     });
@@ -272,7 +275,7 @@ Tensor two_tower_loss_(const Tensor& query, const Tensor& item, const Tensor& it
   step.estimator = options.estimator;
   step.remove_accidental_hits = options.remove_accidental_hits;
   step.reduction = options.reduction;
-  return tower_loss(scaled, of_target, item_id, vectors, sets, step, weight);
+  return tower_loss(scaled, target_vectors, item_id, vectors, sets, step, weight);
 }
 
 XSOFTMAX_OPERATORS(m) {

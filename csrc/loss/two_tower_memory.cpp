@@ -114,16 +114,17 @@ std::tuple<std::vector<Tensor>, std::string> two_tower_resized(std::string owner
                oldest_first = at::remainder(seen - number + place, size);
   const Tensor filled = place.lt(number),
                kept = filled & memory[1].index_select(0, oldest_first).lt(num_items);
-  const Tensor count = kept.sum(), loses = count.lt(number), remains = place.lt(count);
+  const Tensor count = kept.sum(), shrinks = count.lt(number), stays_filled = place.lt(count);
   const Tensor order =
       std::get<1>(kept.to(at::kByte).sort(/*stable=*/true, /*dim=*/0, /*descending=*/true));
   const Tensor from = oldest_first.index_select(0, order);
-  const auto laid_out = [&](const Tensor& part, const Tensor& stays) {
-    return at::where(loses, part.index_select(0, from).masked_fill(stays.logical_not(), 0), part);
+  const auto laid_out = [&](const Tensor& part, const Tensor& is_valid) {
+    return at::where(shrinks, part.index_select(0, from).masked_fill(is_valid.logical_not(), 0),
+                     part);
   };
-  resized[0] = laid_out(resized[0], remains.unsqueeze(1));
-  resized[1] = laid_out(resized[1], remains);
-  resized[2].select(0, 0).copy_(at::where(loses, count, seen));
+  resized[0] = laid_out(resized[0], stays_filled.unsqueeze(1));
+  resized[1] = laid_out(resized[1], stays_filled);
+  resized[2].select(0, 0).copy_(at::where(shrinks, count, seen));
   return {resized, print_options(options)};
 }
 

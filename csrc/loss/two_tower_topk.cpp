@@ -32,7 +32,7 @@ void check_topk(const char* op, const Tensor& query, const Tensor& item_vectors,
   check_temperature(op, temperature, query);
   TORCH_CHECK_VALUE(k >= 0 && k <= item_vectors.sym_size(0), op, ": expected k in [0, ",
                     item_vectors.sym_size(0), "] (the rows of item_vectors), got ", k);
-  if (given(exclude)) {
+  if (is_defined(exclude)) {
     check::int64(op, "exclude", *exclude);
     check::same_device(op, "exclude", *exclude, "query", query);
   }
@@ -50,11 +50,11 @@ TopK two_tower_topk(const Tensor& query, const Tensor& item_vectors, const Tenso
   const at::ScalarType dtype =
       opmath_dtype(at::promote_types(query.scalar_type(), item_vectors.scalar_type()));
   const c10::SymInt items = item_vectors.sym_size(0);
-  const Tensor excluded = given(exclude) ? *exclude : Tensor();
-  const Tensor rows =
-      (similar(query.to(dtype), options) / temperature).reshape_symint({-1, query.sym_size(-1)});
-  const TopK found = linear_topk(rows, similar(item_vectors.to(dtype), options), std::nullopt,
-                                 with_excluded(k, excluded, items));
+  const Tensor excluded = is_defined(exclude) ? *exclude : Tensor();
+  const Tensor rows = (normalize_vectors(query.to(dtype), options) / temperature)
+                          .reshape_symint({-1, query.sym_size(-1)});
+  const TopK found = linear_topk(rows, normalize_vectors(item_vectors.to(dtype), options),
+                                 std::nullopt, with_excluded(k, excluded, items));
   return without_excluded(op, query, found, excluded, items, k);
 }
 

@@ -67,20 +67,20 @@ class Rows {
         {columns.size(0)}, keeps_dtype ? values.options() : values.options().dtype(at::kFloat));
     const Tensor ends = at::empty({count_ + 1}, at::kLong);
     int64_t* end_of = ends.mutable_data_ptr<int64_t>();
-    Column* to_column = column.mutable_data_ptr<Column>();
+    Column* out_column = column.mutable_data_ptr<Column>();
     end_of[0] = 0;
-    const auto fill = [&](auto* to_value) {
+    const auto fill = [&](auto* out_value) {
       at::parallel_for(0, count_, grain(), [&](int64_t begin, int64_t end) {
         std::vector<Entry> entries;
         for (int64_t row = begin; row < end; ++row) {
-          end_of[row + 1] = make_row(row, entries, to_column, to_value); // only its size for now
+          end_of[row + 1] = make_row(row, entries, out_column, out_value); // only its size for now
         }
       });
       for (int64_t row = 0; row < count_; ++row) { // close the gaps
         const int64_t from = offset_[row], size = end_of[row + 1], to = end_of[row];
         if (to != from) {
-          std::copy_n(to_column + from, size, to_column + to);
-          std::copy_n(to_value + from, size, to_value + to);
+          std::copy_n(out_column + from, size, out_column + to);
+          std::copy_n(out_value + from, size, out_value + to);
         }
         end_of[row + 1] = to + size;
       }
@@ -125,15 +125,15 @@ class Rows {
     const Column last_column = last_column_;
     const auto largest = Value(largest_);
     const auto tiny = drops_zeros() ? Value(tiny_) : Value(-1);
-    int64_t falls = 0;
+    int64_t decreases = 0;
     for (int64_t chunk = first; chunk < last; chunk += kChunk) {
       const int64_t chunk_end = std::min(chunk + kChunk, last);
-      Column outside = 0, fallen = 0;
+      Column outside = 0, not_rising = 0;
       for (int64_t t = chunk; t < chunk_end; ++t) {
         outside |= Column(column_[t] < 0) | Column(column_[t] > last_column);
       }
       for (int64_t t = std::max(chunk, first + 1); t < chunk_end; ++t) {
-        fallen += Column(column_[t] <= column_[t - 1]);
+        not_rising += Column(column_[t] <= column_[t - 1]);
       }
       Flag bad = 0;
       for (int64_t t = chunk; t < chunk_end; ++t) {
@@ -143,36 +143,36 @@ class Rows {
       if (outside != 0 || bad != 0) {
         return false;
       }
-      falls += fallen;
+      decreases += not_rising;
     }
     // A row may begin below the end of the row before.
-    for (int64_t row = begin; row < end && falls > 0; ++row) {
+    for (int64_t row = begin; row < end && decreases > 0; ++row) {
       const int64_t t = offset_[row];
-      falls -= int64_t(t > first && t < offset_[row + 1] && column_[t] <= column_[t - 1]);
+      decreases -= int64_t(t > first && t < offset_[row + 1] && column_[t] <= column_[t - 1]);
     }
-    return falls == 0;
+    return decreases == 0;
   }
 
   bool check_row(int64_t row, std::vector<Column>& sorted) const {
     const int64_t begin = offset_[row], end = offset_[row + 1];
-    bool outside = false, bad = false, zero = false, falls = false;
+    bool outside = false, bad = false, zero = false, decreases = false;
     for (int64_t t = begin; t < end; ++t) {
       outside |= (column_[t] < 0) | (column_[t] > last_column_);
       bad |= !allowed(value_[t]);
       zero |= is_zero(value_[t]);
     }
     for (int64_t t = begin + 1; t < end; ++t) {
-      falls |= column_[t] <= column_[t - 1];
+      decreases |= column_[t] <= column_[t - 1];
     }
     if (outside || bad) {
       name_problem(row);
     }
-    if (kind_ == RowKind::Scores && falls) {
+    if (kind_ == RowKind::Scores && decreases) {
       sorted.assign(column_ + begin, column_ + end);
       std::sort(sorted.begin(), sorted.end());
-      falls = std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end();
+      decreases = std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end();
     }
-    return !falls && !(zero && drops_zeros());
+    return !decreases && !(zero && drops_zeros());
   }
 
   void name_problem(int64_t row) const {
@@ -187,8 +187,8 @@ class Rows {
 
   /// Writes the canonical row at the row's original offset and returns its number of entries.
   template <typename Result>
-  int64_t make_row(int64_t row, std::vector<Entry>& entries, Column* to_column,
-                   Result* to_value) const {
+  int64_t make_row(int64_t row, std::vector<Entry>& entries, Column* out_column,
+                   Result* out_value) const {
     const int64_t begin = offset_[row], end = offset_[row + 1];
     entries.clear();
     for (int64_t t = begin; t < end; ++t) {
@@ -215,8 +215,8 @@ class Rows {
       if (cancelled || (drops_zeros() && is_zero(sum))) {
         continue;
       }
-      to_column[to] = column;
-      to_value[to++] = kind_ == RowKind::Labels ? Result(1) : Result(sum);
+      out_column[to] = column;
+      out_value[to++] = kind_ == RowKind::Labels ? Result(1) : Result(sum);
     }
     return to - begin;
   }

@@ -28,7 +28,7 @@ BeamLayer::BeamLayer(const LinearLayerView& view, int32_t bias_feature)
                value_size = view.half ? sizeof(F16) : sizeof(float);
   int64_t entry = 0;
   for (int64_t p = 0; p < parents(); ++p) {
-    most_children_ = std::max(most_children_, children(p));
+    max_children_ = std::max(max_children_, children(p));
     FeatureSlot* slots = slots_.data() + slots_begin[p];
     Chunk& chunk = chunks_[p];
     chunk.weights = {slots,
@@ -111,7 +111,7 @@ void BeamWorkspace::search(const std::vector<BeamLayer>& layers, const Queries& 
 
 void BeamWorkspace::report(int64_t query, const LinearBeamOptions& options, int64_t* leaf,
                            float* score) const {
-  constexpr float kLeast = std::numeric_limits<float>::min(),
+  constexpr float kMin = std::numeric_limits<float>::min(),
                   kStep = std::numeric_limits<float>::epsilon();
   const Node* best = beam_.data() + begin_[query];
   const int64_t found = begin_[query + 1] - begin_[query];
@@ -121,9 +121,9 @@ void BeamWorkspace::report(int64_t query, const LinearBeamOptions& options, int6
     leaf[k] = best[k].node;
     if (options.logs) {
       // Scores below the smallest normal number are replaced by distinct values near it, in order.
-      score[k] = std::max(std::exp(best[k].score), kLeast * (1.0f + float(found - 1 - k) * kStep));
+      score[k] = std::max(std::exp(best[k].score), kMin * (1.0f + float(found - 1 - k) * kStep));
     } else {
-      score[k] = best[k].score == 0.0f ? kLeast : best[k].score;
+      score[k] = best[k].score == 0.0f ? kMin : best[k].score;
     }
   }
 }

@@ -59,7 +59,7 @@ class BeamLayer {
 
   int64_t parents() const { return int64_t(view_.first_child.size()) - 1; }
   int64_t children() const { return view_.first_child.back(); }
-  int64_t most_children() const { return most_children_; }
+  int64_t max_children() const { return max_children_; }
   int64_t first_child(int64_t parent) const { return view_.first_child[parent]; }
   int64_t parent(int64_t child) const {
     return std::upper_bound(view_.first_child.begin(), view_.first_child.end(), child) -
@@ -81,7 +81,7 @@ class BeamLayer {
   };
 
   LinearLayerView view_;
-  int64_t most_children_ = 1;
+  int64_t max_children_ = 1;
   std::vector<FeatureSlot> slots_; // a power of two per parent
   std::vector<Chunk> chunks_;
 };

@@ -104,7 +104,7 @@ LinearLayerInput::LinearLayerInput(at::TensorList rows, int64_t features, const 
   check::lists(kOp, "label_offsets", labels_[0], "label_rows", labels_[1], examples_.count,
                /*rising=*/true);
   check::offsets(kOp, "first_child", first_child_, labels_[0].size(0) - 1);
-  if (given(label_costs)) {
+  if (is_defined(label_costs)) {
     costs_ = label_costs->contiguous();
     check::finite_values(kOp, "label_costs", costs_, labels_[1].size(0));
     for (const float cost : span_of<float>(costs_)) {
@@ -114,7 +114,7 @@ LinearLayerInput::LinearLayerInput(at::TensorList rows, int64_t features, const 
   }
 }
 
-int64_t LinearLayerInput::most_children() const {
+int64_t LinearLayerInput::max_children() const {
   int64_t largest = 0;
   for (int64_t p = 0; p < parents().count; ++p) {
     largest = std::max(largest, first_child()[p + 1] - first_child()[p]);

@@ -62,7 +62,7 @@ class LinearLayerInput {
   /// Returns the label costs, or null if all are 1.
   const float* costs() const { return costs_.defined() ? costs_.const_data_ptr<float>() : nullptr; }
   /// Returns the largest number of children of a parent.
-  int64_t most_children() const;
+  int64_t max_children() const;
 
  private:
   static RowLists lists(const std::vector<at::Tensor>& parts) {

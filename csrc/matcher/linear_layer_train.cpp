@@ -200,28 +200,28 @@ class GroupTrainer {
     problem.seed = philox(training_.seed, uint64_t(first), 0).low();
     const SiblingSolverTable& solver = sibling_solver();
     weight_.assign(columns * lanes, 0.0f);
-    problem.warm = initial_ != nullptr && begin_from(rows, parent, child, count);
+    problem.warm = initial_ != nullptr && load_initial(rows, parent, child, count);
     problem.stopped = [](const void* work) {
       return static_cast<const LongWork*>(work)->stopped();
     };
     problem.work = &work_;
     state_.resize(n * lanes);
     order_.resize(n);
-    SiblingStats made;
-    solver.solve(problem, weight_.data(), state_.data(), order_.data(), &made);
-    stats.sweeps += made.sweeps;
-    stats.unconverged += made.unconverged;
-    keep(columns, lanes, count, child, weights, stats);
+    SiblingStats group_stats;
+    solver.solve(problem, weight_.data(), state_.data(), order_.data(), &group_stats);
+    stats.sweeps += group_stats.sweeps;
+    stats.unconverged += group_stats.unconverged;
+    keep_largest(columns, lanes, count, child, weights, stats);
   }
 
  private:
-  void keep(int64_t columns, int64_t lanes, int64_t count, int64_t child,
-            std::vector<Weight>& weights, Stats& stats) {
-    float least[kSiblingLanes];
-    int64_t equals[kSiblingLanes]; // how many weights of size `least` may stay
+  void keep_largest(int64_t columns, int64_t lanes, int64_t count, int64_t child,
+                    std::vector<Weight>& weights, Stats& stats) {
+    float lowest_kept[kSiblingLanes];
+    int64_t equals[kSiblingLanes]; // how many weights of size `lowest_kept` may stay
     for (int64_t c = 0; c < count; ++c) {
       equals[c] = columns;
-      least[c] = std::max(training_.threshold, std::numeric_limits<float>::min());
+      lowest_kept[c] = std::max(training_.threshold, std::numeric_limits<float>::min());
       if (training_.max_weights > 0 && training_.max_weights < columns) {
         size_.resize(columns);
         for (int64_t j = 0; j < columns; ++j) {
@@ -230,8 +230,8 @@ class GroupTrainer {
         std::nth_element(size_.begin(), size_.begin() + training_.max_weights - 1, size_.end(),
                          std::greater<>());
         const float last = size_[training_.max_weights - 1];
-        if (last >= least[c]) {
-          least[c] = last;
+        if (last >= lowest_kept[c]) {
+          lowest_kept[c] = last;
           equals[c] = std::count(size_.begin(), size_.begin() + training_.max_weights, last);
         }
       }
@@ -241,7 +241,7 @@ class GroupTrainer {
       for (int64_t c = 0; c < count; ++c) {
         stats.weights += w[c] != 0.0f;
         const float size = std::abs(w[c]);
-        if (size > least[c] || (size == least[c] && equals[c]-- > 0)) {
+        if (size > lowest_kept[c] || (size == lowest_kept[c] && equals[c]-- > 0)) {
           weights.push_back({int32_t(j), int32_t(child + c), w[c]});
         }
       }
@@ -249,7 +249,7 @@ class GroupTrainer {
   }
 
   // Loads the initial weights and returns whether there are any.
-  bool begin_from(const ParentRows& rows, int64_t parent, int64_t child, int64_t count) {
+  bool load_initial(const ParentRows& rows, int64_t parent, int64_t child, int64_t count) {
     const LinearLayerView& view = initial_->view;
     const int64_t lanes = sibling_lanes(count);
     int64_t column = 0, entry = initial_->entry[parent];
@@ -258,10 +258,10 @@ class GroupTrainer {
       const int64_t end = entry + view.weights(row);
       for (; column < rows.columns() && rows.feature(column) < view.feature[row]; ++column) {
       }
-      const bool here = column < rows.columns() && rows.feature(column) == view.feature[row];
+      const bool is_column = column < rows.columns() && rows.feature(column) == view.feature[row];
       for (; entry < end; ++entry) {
         const int64_t c = initial_->child(entry) - child;
-        if (here && c >= 0 && c < count) {
+        if (is_column && c >= 0 && c < count) {
           weight_[column * lanes + c] = initial_->value(entry);
           any = true;
         }
@@ -327,14 +327,14 @@ class LayerTrainer {
 
   std::vector<Chunk> train(Stats& stats) {
     const int64_t threads = at::get_num_threads();
-    const bool apart = trained() < 4 * threads;
+    const bool one_group_per_task = trained() < 4 * threads;
     std::vector<Task> tasks;
     for (int64_t p = training_.first_parent; p < training_.last_parent; ++p) {
       const int64_t groups = (children(p) + kSiblingLanes - 1) / kSiblingLanes;
       group_[place(p)].resize(groups);
       left_[place(p)] = groups;
-      for (int64_t g = 0; g < groups; g += apart ? 1 : groups) {
-        tasks.push_back({p, g, apart ? g + 1 : groups});
+      for (int64_t g = 0; g < groups; g += one_group_per_task ? 1 : groups) {
+        tasks.push_back({p, g, one_group_per_task ? g + 1 : groups});
       }
     }
     // Longest tasks first; each idle thread takes the next one.
@@ -407,7 +407,7 @@ class LayerTrainer {
 
 /// Concatenates the chunks. Narrow: the dtype of `child` and `more`.
 template <typename Narrow>
-LinearLayer lay_out(const std::vector<Chunk>& chunks, const Stats& stats) {
+LinearLayer concat_chunks(const std::vector<Chunk>& chunks, const Stats& stats) {
   const int64_t parents = int64_t(chunks.size());
   const auto longs = at::TensorOptions(at::kLong), ints = at::TensorOptions(at::kInt);
   const Tensor chunk = at::empty({parents + 1}, longs);
@@ -465,12 +465,12 @@ LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const Tens
   }
 
   Stats stats;
-  const RowLists of_parents = input.parents(), of_labels = input.labels();
-  LayerTrainer trainer(input.examples(), input.first_child().data(), of_parents, of_labels,
+  const RowLists parent_lists = input.parents(), label_lists = input.labels();
+  LayerTrainer trainer(input.examples(), input.first_child().data(), parent_lists, label_lists,
                        input.costs(), training, begin.has_value() ? &*begin : nullptr);
   const std::vector<Chunk> chunks = trainer.train(stats);
-  return input.most_children() > kMaxByteChildren ? lay_out<int32_t>(chunks, stats)
-                                                  : lay_out<uint8_t>(chunks, stats);
+  return input.max_children() > kMaxByteChildren ? concat_chunks<int32_t>(chunks, stats)
+                                                 : concat_chunks<uint8_t>(chunks, stats);
 }
 
 XSOFTMAX_OPERATORS(m) {

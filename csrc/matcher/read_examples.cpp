@@ -72,13 +72,13 @@ class LineReader {
     const size_t labels_end = std::min(line.find_first_of(" \t"), line.size());
     std::string_view labels = line.substr(0, labels_end);
     if (labels.find(':') != std::string_view::npos) { // no space before the first feature
-      return bad("labels, then a space, then feature:value pairs", labels);
+      return fail("labels, then a space, then feature:value pairs", labels);
     }
     return read_labels(labels) && read_features(line.substr(labels_end));
   }
 
  private:
-  bool bad(const std::string& expected, std::string_view got) {
+  bool fail(const std::string& expected, std::string_view got) {
     part_.problem = "expected " + expected + ", got " + quoted(got);
     return false;
   }
@@ -89,11 +89,11 @@ class LineReader {
       const size_t end = std::min(text.find(','), text.size());
       int64_t label;
       if (!whole_number(text.substr(0, end), label) || label < 0 || label >= header_.labels) {
-        return bad("labels in [0, " + std::to_string(header_.labels) + ")", text.substr(0, end));
+        return fail("labels in [0, " + std::to_string(header_.labels) + ")", text.substr(0, end));
       }
       part_.labels.push_back(int32_t(label));
       if (end + 1 == text.size()) {
-        return bad("a label behind each comma", text);
+        return fail("a label behind each comma", text);
       }
       text.remove_prefix(std::min(end + 1, text.size()));
     }
@@ -101,7 +101,7 @@ class LineReader {
     const auto twice =
         std::adjacent_find(part_.labels.begin() + int64_t(begin), part_.labels.end());
     if (twice != part_.labels.end()) {
-      return bad("different labels", std::to_string(*twice));
+      return fail("different labels", std::to_string(*twice));
     }
     part_.label_ends.push_back(int64_t(part_.labels.size()));
     return true;
@@ -121,21 +121,21 @@ class LineReader {
       const size_t colon = pair.find(':');
       int64_t feature;
       if (colon == std::string_view::npos || !whole_number(pair.substr(0, colon), feature)) {
-        return bad("a pair as feature:value", pair);
+        return fail("a pair as feature:value", pair);
       }
       if (feature < 0 || feature >= header_.features) {
-        return bad("features in [0, " + std::to_string(header_.features) + ")", pair);
+        return fail("features in [0, " + std::to_string(header_.features) + ")", pair);
       }
       if (feature <= before) {
-        return bad("features that rise, after " + std::to_string(before), pair);
+        return fail("features that rise, after " + std::to_string(before), pair);
       }
       std::string_view number = pair.substr(colon + 1);
       number.remove_prefix(number.size() > 1 && number[0] == '+' && number[1] != '-');
       double wide = 0; // numbers too small for a float become 0
-      const bool whole = whole_number(number, wide);
+      const bool is_number = whole_number(number, wide);
       const float value = float(wide);
-      if (!whole || !std::isfinite(value)) {
-        return bad("a finite value", pair);
+      if (!is_number || !std::isfinite(value)) {
+        return fail("a finite value", pair);
       }
       if (value != 0) {
         part_.features.push_back(int32_t(feature));
@@ -169,19 +169,19 @@ std::string whole_file(const std::string& path) {
 
 Header read_header(const std::string& path, std::string_view line) {
   std::vector<int64_t> numbers;
-  bool sound = true;
+  bool valid = true;
   for (size_t at = 0; at < line.size();) {
     const size_t end = std::min(line.find_first_of(" \t\r", at), line.size());
     if (end > at) {
       numbers.push_back(0);
-      sound = sound && whole_number(line.substr(at, end - at), numbers.back());
+      valid = valid && whole_number(line.substr(at, end - at), numbers.back());
     }
     at = end + 1;
   }
   constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
-  sound = sound && numbers.size() == 3 &&
+  valid = valid && numbers.size() == 3 &&
       std::all_of(numbers.begin(), numbers.end(), [](int64_t n) { return n >= 0 && n < kLimit; });
-  TORCH_CHECK_VALUE(sound, path,
+  TORCH_CHECK_VALUE(valid, path,
                     ":1: expected a header with the numbers of examples, features and labels, got ",
                     quoted(line));
   return {numbers[0], numbers[1], numbers[2]};
@@ -201,7 +201,7 @@ void read_part(std::string_view text, const Header& header, Part& part) {
 }
 
 template <typename T, typename Field>
-Tensor joined(const std::vector<Part>& parts, Field field, at::ScalarType dtype) {
+Tensor concat_parts(const std::vector<Part>& parts, Field field, at::ScalarType dtype) {
   int64_t size = 0;
   for (const Part& part : parts) {
     size += int64_t((part.*field).size());
@@ -261,10 +261,10 @@ Examples read_examples(const std::string& path) {
   TORCH_CHECK_VALUE(line - 2 == header.examples, path, ":", line - 1, ": expected ",
                     header.examples, " examples, as the header says, got ", line - 2);
   return {joined_offsets(parts, &Part::feature_ends),
-          joined<int32_t>(parts, &Part::features, at::kInt),
-          joined<float>(parts, &Part::values, at::kFloat),
+          concat_parts<int32_t>(parts, &Part::features, at::kInt),
+          concat_parts<float>(parts, &Part::values, at::kFloat),
           joined_offsets(parts, &Part::label_ends),
-          joined<int32_t>(parts, &Part::labels, at::kInt),
+          concat_parts<int32_t>(parts, &Part::labels, at::kInt),
           header.features,
           header.labels};
 }

@@ -35,11 +35,11 @@ static inline float log_sum(float a, float b) {
 static inline float hinge(float z, int power) {
   float gap = 1.0f - z;
   gap = gap < 0.0f ? 0.0f : gap;
-  float raised = gap;
+  float power_of_gap = gap;
   for (int i = 1; i < power; ++i) {
-    raised *= gap;
+    power_of_gap *= gap;
   }
-  return raised;
+  return power_of_gap;
 }
 
 template <ScoreTransform kTransform>

@@ -41,7 +41,7 @@ struct Tree {
     return {begin, end};
   }
 
-  int64_t above(int64_t node) const {
+  int64_t parent_of(int64_t node) const {
     TORCH_CHECK_VALUE(parent[node] >= 0 && parent[node] < node, kOp, ": expected parent of node ",
                       node, " in [0, ", node, "), got ", parent[node]);
     return parent[node];
@@ -65,15 +65,15 @@ struct List {
   std::vector<float> right;
   std::vector<int64_t> parents, targets; // scratch
 
-  void add(const Tree& tree, const int64_t* reached, int64_t width, const int64_t* wanted,
+  void add(const Tree& tree, const int64_t* beam_parents, int64_t width, const int64_t* wanted,
            int64_t count) {
     parents.clear();
     targets.clear();
-    add_ids(parents, "parents", reached, width, 0, tree.nodes);
+    add_ids(parents, "parents", beam_parents, width, 0, tree.nodes);
     add_ids(targets, "targets", wanted, count, 1, tree.nodes);
     std::sort(targets.begin(), targets.end());
     for (const int64_t target : targets) {
-      parents.push_back(tree.above(target));
+      parents.push_back(tree.parent_of(target));
     }
     std::sort(parents.begin(), parents.end());
     parents.erase(std::unique(parents.begin(), parents.end()), parents.end());
@@ -96,10 +96,10 @@ Shortlist shortlist_cpu(const Tensor& parents, const Tensor& targets, const Tens
   if (use_reference()) {
     return shortlist_reference(parents, targets, first_child, parent, most);
   }
-  const Tensor reached = parents.contiguous(), wanted = targets.contiguous(),
-               children = first_child.contiguous(), above = parent.contiguous();
+  const Tensor beam_parents = parents.contiguous(), wanted = targets.contiguous(),
+               children = first_child.contiguous(), contiguous_parent = parent.contiguous();
   const Tree tree{parent.size(0), children.const_data_ptr<int64_t>(),
-                  above.const_data_ptr<int64_t>()};
+                  contiguous_parent.const_data_ptr<int64_t>()};
   const int64_t queries = parents.size(0), width = parents.size(1), count = targets.size(1);
   const Tensor offsets = at::empty({queries + 1}, parents.options());
   int64_t* end = offsets.mutable_data_ptr<int64_t>();
@@ -110,7 +110,7 @@ Shortlist shortlist_cpu(const Tensor& parents, const Tensor& targets, const Tens
     for (int64_t b = first; b < last; ++b) {
       for (int64_t q = b * kBlock; q < std::min(queries, (b + 1) * kBlock); ++q) {
         const size_t before = lists[b].nodes.size();
-        lists[b].add(tree, reached.const_data_ptr<int64_t>() + q * width, width,
+        lists[b].add(tree, beam_parents.const_data_ptr<int64_t>() + q * width, width,
                      wanted.const_data_ptr<int64_t>() + q * count, count);
         end[q + 1] = int64_t(lists[b].nodes.size() - before);
       }
@@ -137,9 +137,9 @@ namespace {
 void check_found(const Tensor& node, const Tensor& first_child, const Tensor& parent) {
   check::class_ids(kOp, "parents", node, parent.size(0));
   const Tensor found = node.contiguous(), children = first_child.contiguous(),
-               above = parent.contiguous();
+               contiguous_parent = parent.contiguous();
   const Tree tree{parent.size(0), children.const_data_ptr<int64_t>(),
-                  above.const_data_ptr<int64_t>()};
+                  contiguous_parent.const_data_ptr<int64_t>()};
   for (int64_t i = 0; i < found.numel(); ++i) {
     tree.children(found.const_data_ptr<int64_t>()[i]);
   }
@@ -175,9 +175,9 @@ Shortlist shortlist_reference(const Tensor& parents, const Tensor& targets,
                               std::optional<int64_t> most) {
   check_shortlist(parents, targets, first_child, parent, most);
   const int64_t nodes = parent.size(0), queries = parents.size(0);
-  const Tensor above = at::where(
+  const Tensor target_parents = at::where(
       targets.ge(0), parent.index_select(0, targets.clamp_min(0).flatten()).view_as(targets), -1);
-  const Tensor sorted = std::get<0>(at::cat({parents, above}, 1).sort(1));
+  const Tensor sorted = std::get<0>(at::cat({parents, target_parents}, 1).sort(1));
   const Tensor before = at::cat({at::full({queries, 1}, -1, sorted.options()),
                                  sorted.narrow(1, 0, std::max<int64_t>(sorted.size(1) - 1, 0))},
                                 1);
@@ -195,13 +195,13 @@ Shortlist shortlist_reference(const Tensor& parents, const Tensor& targets,
   const Tensor start = count.cumsum(0) - count,
                total = at::arange(count.sum().item<int64_t>(), sorted.options());
   const Tensor children = total + at::repeat_interleave(begin - start, count),
-               of = at::repeat_interleave(query, count);
+               query_of_child = at::repeat_interleave(query, count);
   const Tensor offsets =
       at::cat({at::zeros({1}, sorted.options()),
                at::zeros({queries}, sorted.options()).index_add(0, query, count).cumsum(0)});
   const Tensor wanted = (at::arange(queries, sorted.options()).unsqueeze(1) * nodes + targets)
                             .masked_select(targets.ge(0));
-  return {children, offsets, at::isin(of * nodes + children, wanted).to(at::kFloat)};
+  return {children, offsets, at::isin(query_of_child * nodes + children, wanted).to(at::kFloat)};
 }
 
 XSOFTMAX_OPERATORS(m) {

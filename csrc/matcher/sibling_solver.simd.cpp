@@ -31,7 +31,7 @@ template <> struct Registers<16> {
 constexpr int width_of(int lanes) { return lanes < kRegister ? lanes : kRegister; }
 
 template <typename R, typename F>
-static inline R by_parts(const F& part) {
+static inline R for_parts(const F& part) {
   R result;
   for (int i = 0; i < R::kParts; ++i) {
     result.part[i] = part(i);
@@ -46,13 +46,13 @@ struct Mask {
   typename Registers<width_of(kLanes)>::Ints part[kParts] = {};
 
   friend inline Mask operator&(const Mask& a, const Mask& b) {
-    return by_parts<Mask>([&](int i) { return a.part[i] & b.part[i]; });
+    return for_parts<Mask>([&](int i) { return a.part[i] & b.part[i]; });
   }
   friend inline Mask operator|(const Mask& a, const Mask& b) {
-    return by_parts<Mask>([&](int i) { return a.part[i] | b.part[i]; });
+    return for_parts<Mask>([&](int i) { return a.part[i] | b.part[i]; });
   }
   friend inline Mask operator~(const Mask& a) {
-    return by_parts<Mask>([&](int i) { return ~a.part[i]; });
+    return for_parts<Mask>([&](int i) { return ~a.part[i]; });
   }
 };
 
@@ -64,40 +64,40 @@ struct Float {
   Part part[kParts] = {};
 
   Float() = default;
-  Float(float of_all) { // implicit, so that numbers can be used in vector expressions
+  Float(float number) { // implicit, so that numbers can be used in vector expressions
     for (Part& each : part) {
-      each = of_all - Part{};
+      each = number - Part{};
     }
   }
 
   friend inline Float operator-(const Float& a) {
-    return by_parts<Float>([&](int i) { return -a.part[i]; });
+    return for_parts<Float>([&](int i) { return -a.part[i]; });
   }
   friend inline Float operator+(const Float& a, const Float& b) {
-    return by_parts<Float>([&](int i) { return a.part[i] + b.part[i]; });
+    return for_parts<Float>([&](int i) { return a.part[i] + b.part[i]; });
   }
   friend inline Float operator-(const Float& a, const Float& b) {
-    return by_parts<Float>([&](int i) { return a.part[i] - b.part[i]; });
+    return for_parts<Float>([&](int i) { return a.part[i] - b.part[i]; });
   }
   friend inline Float operator*(const Float& a, const Float& b) {
-    return by_parts<Float>([&](int i) { return a.part[i] * b.part[i]; });
+    return for_parts<Float>([&](int i) { return a.part[i] * b.part[i]; });
   }
   friend inline Float operator/(const Float& a, const Float& b) {
-    return by_parts<Float>([&](int i) { return a.part[i] / b.part[i]; });
+    return for_parts<Float>([&](int i) { return a.part[i] / b.part[i]; });
   }
   friend inline Mask<kLanes> operator<(const Float& a, const Float& b) {
-    return by_parts<Mask<kLanes>>([&](int i) { return a.part[i] < b.part[i]; });
+    return for_parts<Mask<kLanes>>([&](int i) { return a.part[i] < b.part[i]; });
   }
   friend inline Mask<kLanes> operator<=(const Float& a, const Float& b) {
-    return by_parts<Mask<kLanes>>([&](int i) { return a.part[i] <= b.part[i]; });
+    return for_parts<Mask<kLanes>>([&](int i) { return a.part[i] <= b.part[i]; });
   }
   friend inline Mask<kLanes> operator>(const Float& a, const Float& b) { return b < a; }
   friend inline Mask<kLanes> operator>=(const Float& a, const Float& b) { return b <= a; }
   friend inline Mask<kLanes> operator!=(const Float& a, const Float& b) {
-    return by_parts<Mask<kLanes>>([&](int i) { return a.part[i] != b.part[i]; });
+    return for_parts<Mask<kLanes>>([&](int i) { return a.part[i] != b.part[i]; });
   }
   friend inline Float choose(const Mask<kLanes>& mask, const Float& a, const Float& b) {
-    return by_parts<Float>([&](int i) { return mask.part[i] ? a.part[i] : b.part[i]; });
+    return for_parts<Float>([&](int i) { return mask.part[i] ? a.part[i] : b.part[i]; });
   }
   friend inline Float smaller(const Float& a, const Float& b) { return choose(a < b, a, b); }
   friend inline Float larger(const Float& a, const Float& b) { return choose(a > b, a, b); }
@@ -106,7 +106,7 @@ struct Float {
 // Copies one register at a time, because larger copies go through memory.
 template <typename T>
 static inline T read(const float* from) {
-  return by_parts<T>([&](int i) {
+  return for_parts<T>([&](int i) {
     typename T::Part part;
     __builtin_memcpy(&part, from + i * (sizeof(part) / sizeof(float)), sizeof(part));
     return part;
@@ -139,7 +139,7 @@ static inline bool any(const Mask<kLanes>& mask) {
 template <int kLanes>
 static inline Mask<kLanes> lanes_of(uint32_t bits) {
   constexpr int kWidth = width_of(kLanes);
-  return by_parts<Mask<kLanes>>([&](int i) {
+  return for_parts<Mask<kLanes>>([&](int i) {
     typename Registers<kWidth>::Ints place;
     for (int c = 0; c < kWidth; ++c) {
       place[c] = int32_t(1) << (i * kWidth + c);
@@ -226,15 +226,15 @@ static inline Float<kLanes> logistic_logit(Float<kLanes> logit, Float<kLanes> a,
     const F z = logistic_weight<kLanes>(u, cost), value = square * (z - a) + margin + u;
     low = choose(value < 0.0f, u, low);
     high = choose(value < 0.0f, high, u);
-    const F moved = u - value / (1.0f + square * z * (1.0f - z / cost));
-    u = choose((moved >= low) & (moved <= high), moved, 0.5f * (low + high));
+    const F newton_logit = u - value / (1.0f + square * z * (1.0f - z / cost));
+    u = choose((newton_logit >= low) & (newton_logit <= high), newton_logit, 0.5f * (low + high));
   }
   return u;
 }
 
 /// The effect of one row on the labels in training.
 template <int kLanes>
-struct Visit {
+struct DualUpdate {
   Float<kLanes> violation; ///< the projected gradient
   Float<kLanes> state;     ///< the new state
   Float<kLanes> change;    ///< of the dual variable
@@ -242,21 +242,23 @@ struct Visit {
 };
 
 template <int kLanes, LinearLoss kLoss>
-static inline Visit<kLanes> visit(Float<kLanes> state, Float<kLanes> margin, Float<kLanes> cost,
-                                  float square, Mask<kLanes> work, Float<kLanes> above,
-                                  Float<kLanes> below) {
+static inline DualUpdate<kLanes> visit(Float<kLanes> state, Float<kLanes> margin,
+                                       Float<kLanes> cost, float square, Mask<kLanes> work,
+                                       Float<kLanes> upper_bound, Float<kLanes> lower_bound) {
   using F = Float<kLanes>;
-  const Mask<kLanes> costly = cost > 0.0f;
+  const Mask<kLanes> has_cost = cost > 0.0f;
   if constexpr (kLoss == LinearLoss::Logistic) {
     const F before = logistic_weight<kLanes>(state, cost);
     const F after =
-        choose(work & costly, logistic_logit<kLanes>(state, before, margin, square, cost), state);
+        choose(work & has_cost, logistic_logit<kLanes>(state, before, margin, square, cost), state);
     // At +-kLogit the dual variable is at its bound: only gradients that point inwards count.
     const F gradient = margin + state;
     const F violation = choose(state <= -kLogit, smaller(gradient, 0.0f),
                                choose(state >= kLogit, larger(gradient, 0.0f), gradient));
-    return {
-        choose(costly, violation, 0.0f), after, logistic_weight<kLanes>(after, cost) - before, {}};
+    return {choose(has_cost, violation, 0.0f),
+            after,
+            logistic_weight<kLanes>(after, cost) - before,
+            {}};
   } else {
     constexpr bool kSquared = kLoss == LinearLoss::SquaredHinge;
     const F ridge = kSquared ? 0.5f / cost : F{}, limit = kSquared ? F(kInfinity) : cost;
@@ -264,12 +266,12 @@ static inline Visit<kLanes> visit(Float<kLanes> state, Float<kLanes> margin, Flo
     const Mask<kLanes> low = state <= 0.0f, high = state >= limit;
     const F violation =
         choose(low, smaller(gradient, 0.0f), choose(high, larger(gradient, 0.0f), gradient));
-    const F whole = square + ridge;
-    const F free =
-        choose(whole > 0.0f, state - gradient / whole, choose(gradient < 0.0f, limit, 0.0f));
-    const F after = choose(work & costly, smaller(larger(free, 0.0f), limit), state);
-    return {choose(costly, violation, 0.0f), after, after - state,
-            (low & (gradient > above)) | (high & (gradient < below)) | ~costly};
+    const F curvature = square + ridge;
+    const F free = choose(curvature > 0.0f, state - gradient / curvature,
+                          choose(gradient < 0.0f, limit, 0.0f));
+    const F after = choose(work & has_cost, smaller(larger(free, 0.0f), limit), state);
+    return {choose(has_cost, violation, 0.0f), after, after - state,
+            (low & (gradient > upper_bound)) | (high & (gradient < lower_bound)) | ~has_cost};
   }
 }
 
@@ -323,7 +325,7 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order,
     }
   }
   // Gradients beyond which a row at a bound is left out.
-  F above = kInfinity, below = -kInfinity;
+  F upper_bound = kInfinity, lower_bound = -kInfinity;
   Mask<kLanes> work = lanes_of<kLanes>((1u << p.labels) - 1);
   stats->sweeps = 0;
   while (stats->sweeps < p.sweeps && any(work) && !p.stopped(p.work)) {
@@ -334,31 +336,32 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order,
       const int64_t row = order[at];
       const Mask<kLanes> positive = lanes_of<kLanes>(p.positive[row]);
       const F y = choose(positive, F(1.0f), F(-1.0f));
-      const Visit<kLanes> now =
-          visit<kLanes, kLoss>(read<F>(state + row * kLanes), y * products<kLanes>(p, row, weights),
-                               costs<kLanes>(p, row, positive), p.square[row], work, above, below);
-      largest = choose(work, larger(largest, now.violation), largest);
-      smallest = choose(work, smaller(smallest, now.violation), smallest);
-      if (any(now.change != 0.0f)) {
-        write(state + row * kLanes, now.state);
-        add_row<kLanes>(p, row, y * now.change, weights);
+      const DualUpdate<kLanes> update = visit<kLanes, kLoss>(
+          read<F>(state + row * kLanes), y * products<kLanes>(p, row, weights),
+          costs<kLanes>(p, row, positive), p.square[row], work, upper_bound, lower_bound);
+      largest = choose(work, larger(largest, update.violation), largest);
+      smallest = choose(work, smaller(smallest, update.violation), smallest);
+      if (any(update.change != 0.0f)) {
+        write(state + row * kLanes, update.state);
+        add_row<kLanes>(p, row, y * update.change, weights);
       }
-      if (!any(work & ~now.out)) {
+      if (!any(work & ~update.out)) {
         exchange(order, at--, --active);
       }
     }
     // Includes the largest violation, because at an optimum the gradients are 0, not only equal.
-    const F worst = larger(largest, -smallest),
-            range = kLoss == LinearLoss::Logistic ? worst : larger(largest - smallest, worst);
+    const F max_violation = larger(largest, -smallest),
+            range = kLoss == LinearLoss::Logistic ? max_violation
+                                                  : larger(largest - smallest, max_violation);
     const Mask<kLanes> open = work & ~(range <= p.tolerance);
-    above = choose(largest > 0.0f, largest, kInfinity);
-    below = choose(smallest < 0.0f, smallest, -kInfinity);
+    upper_bound = choose(largest > 0.0f, largest, kInfinity);
+    lower_bound = choose(smallest < 0.0f, smallest, -kInfinity);
     work = active == p.rows ? open : work;
     // The active rows have converged: check all rows once more.
     if (!any(open)) {
       active = p.rows;
-      above = kInfinity;
-      below = -kInfinity;
+      upper_bound = kInfinity;
+      lower_bound = -kInfinity;
     }
   }
   stats->unconverged = 0;

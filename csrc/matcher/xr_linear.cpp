@@ -33,7 +33,7 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kName = "XRLinear";
-constexpr int64_t kMostNodes = int64_t(1) << 48;
+constexpr int64_t kMaxNodes = int64_t(1) << 48;
 constexpr int64_t kBlock = 128; // queries that are searched together
 
 ScoreCombiner combiner_named(const std::string& name, const std::string& transform) {
@@ -90,7 +90,7 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
                        check::readable(values),
                        {},
                        {}};
-  if (given(dense)) {
+  if (is_defined(dense)) {
     check::dim(kName, "dense", *dense, 2);
     check::dtype(kName, "dense", *dense, at::kFloat);
     TORCH_CHECK_TYPE(dense->is_cpu(), kName, ": expected dense on the CPU, got ", dense->device());
@@ -104,7 +104,7 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
                         value);
     }
   }
-  const int64_t columns_end = given(dense) ? dense_begin : features;
+  const int64_t columns_end = is_defined(dense) ? dense_begin : features;
   if (const auto rows = canonical_rows(kName, queries.offset, queries.feature, queries.value,
                                        columns_end, RowKind::Weights)) {
     std::tie(queries.offset, queries.feature, queries.value) =
@@ -120,7 +120,7 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
                    queries.offset.const_data_ptr<int64_t>(),
                    feature.data(),
                    value.data(),
-                   given(dense) ? queries.dense.const_data_ptr<float>() : nullptr,
+                   is_defined(dense) ? queries.dense.const_data_ptr<float>() : nullptr,
                    int32_t(dense_begin),
                    features - dense_begin};
   return queries;
@@ -153,7 +153,7 @@ XRLinear::XRLinear(int64_t features, double bias, const std::string& transform, 
     }
     layers_.emplace_back(linear_layer_view(kName, nodes, features, parts), int32_t(features));
     nodes = layers_.back().children();
-    TORCH_CHECK_VALUE(nodes < kMostNodes, kName,
+    TORCH_CHECK_VALUE(nodes < kMaxNodes, kName,
                       ": expected first_child of fewer than 2^48 nodes, got ", nodes);
   }
   check::size(kName, "labels", labels_, 0, nodes, "the nodes of the last layer");
@@ -171,23 +171,26 @@ XRLinear::~XRLinear() = default;
 
 XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& columns,
                                         const Tensor& values,
-                                        const XRLinearPredictOptions& asked) const {
-  const int64_t topk = asked.topk(), beam = asked.beam();
+                                        const XRLinearPredictOptions& predict_options) const {
+  const int64_t topk = predict_options.topk(), beam = predict_options.beam();
   TORCH_CHECK_VALUE(topk >= 0, kName, ": expected topk of at least 0, got ", topk);
   TORCH_CHECK_VALUE(beam >= 1, kName, ": expected beam of at least 1, got ", beam);
-  const std::string& used = asked.transform().empty() ? transform_ : asked.transform();
-  const auto [kind, power] = transform_named(kName, used);
-  const QueryTensors queries =
-      check_queries(offsets, columns, values, asked.dense(), asked.dense_begin(), features_);
+  const std::string& transform_name =
+      predict_options.transform().empty() ? transform_ : predict_options.transform();
+  const auto [kind, power] = transform_named(kName, transform_name);
+  const QueryTensors queries = check_queries(offsets, columns, values, predict_options.dense(),
+                                             predict_options.dense_begin(), features_);
   // At most max_children labels are below each node of the beam.
-  const int64_t n = queries.views.count, max_children = layers_.back().most_children();
+  const int64_t n = queries.views.count, max_children = layers_.back().max_children();
   const int64_t k =
       std::min({topk, num_labels(),
                 beam > num_labels() / max_children ? num_labels() : beam * max_children});
-  const LinearBeamOptions options = with_log_scores(
-      {beam, k, kind, power, combiner_named(asked.combiner(), used), /*logs=*/false});
-  const std::vector<std::vector<bool>> allowed =
-      given(asked.only()) ? allowed_nodes(*asked.only()) : std::vector<std::vector<bool>>();
+  const LinearBeamOptions options =
+      with_log_scores({beam, k, kind, power,
+                       combiner_named(predict_options.combiner(), transform_name), /*logs=*/false});
+  const std::vector<std::vector<bool>> allowed = is_defined(predict_options.only())
+      ? allowed_nodes(*predict_options.only())
+      : std::vector<std::vector<bool>>();
 
   const Tensor leaf = at::empty({n, k}, at::kLong), score = at::empty({n, k}, at::kFloat),
                ends = at::empty({n + 1}, at::kLong);
@@ -231,17 +234,17 @@ std::tuple<Tensor, Tensor> XRLinear::topk(const Tensor& offsets, const Tensor& c
                                           const OptionalTensor& exclude) const {
   TORCH_CHECK_VALUE(options.topk() >= 0, kName, ": expected topk of at least 0, got ",
                     options.topk());
-  TORCH_CHECK_VALUE(!given(exclude) || exclude->dim() == 2, kName,
+  TORCH_CHECK_VALUE(!is_defined(exclude) || exclude->dim() == 2, kName,
                     ": expected exclude of shape [n, E], got ", exclude->sizes());
-  const int64_t wanted = options.topk() + (given(exclude) ? exclude->size(1) : 0);
-  const auto [ends, found, of_found] =
+  const int64_t wanted = options.topk() + (is_defined(exclude) ? exclude->size(1) : 0);
+  const auto [ends, found, found_scores] =
       predict(offsets, columns, values, XRLinearPredictOptions(options).topk(wanted));
-  const Tensor counts = ends.diff(), there = at::arange(wanted, at::kLong).lt(counts.unsqueeze(1));
+  const Tensor counts = ends.diff(), valid = at::arange(wanted, at::kLong).lt(counts.unsqueeze(1));
   const Tensor scores =
-      at::zeros({counts.size(0), wanted}, at::kFloat).masked_scatter_(there, of_found);
+      at::zeros({counts.size(0), wanted}, at::kFloat).masked_scatter_(valid, found_scores);
   const Tensor labels =
-      at::full({counts.size(0), wanted}, -1, at::kLong).masked_scatter_(there, found);
-  if (!given(exclude)) {
+      at::full({counts.size(0), wanted}, -1, at::kLong).masked_scatter_(valid, found);
+  if (!is_defined(exclude)) {
     return {scores, labels};
   }
   using ExcludeTopk = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,

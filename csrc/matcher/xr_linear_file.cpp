@@ -36,7 +36,7 @@ using at::Tensor;
 constexpr const char* kFile = "model.bin";
 constexpr const char* kNotes = "notes.json";
 constexpr std::array<char, 8> kMagic{'x', 's', 'X', 'R', 'L', 'i', 'n', '\n'};
-constexpr uint32_t kVersion = 2, kMostDepth = 64;
+constexpr uint32_t kVersion = 2, kMaxDepth = 64;
 constexpr uint64_t kAlignment = 64, kLayerParts = 6;
 // The file's dtype numbers are indices into this array.
 constexpr std::array kDtypes{at::kLong, at::kInt, at::kByte, at::kFloat, at::kHalf};
@@ -176,11 +176,11 @@ bool is_utf8(std::string_view text) {
                   high = first == 0xED ? 0x9F
         : first == 0xF4                ? 0x8F
                                        : 0xBF;
-    bool sound = size == 1 || (first >= 0xC2 && first <= 0xF4 && byte(1) >= low && byte(1) <= high);
+    bool valid = size == 1 || (first >= 0xC2 && first <= 0xF4 && byte(1) >= low && byte(1) <= high);
     for (size_t i = 2; i < size; ++i) {
-      sound = sound && byte(i) >= 0x80 && byte(i) <= 0xBF;
+      valid = valid && byte(i) >= 0x80 && byte(i) <= 0xBF;
     }
-    if (!sound) {
+    if (!valid) {
       return false;
     }
     at += size;
@@ -222,10 +222,10 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
   for (const auto& parts : parts_) {
     tensors.insert(tensors.end(), parts.begin(), parts.end());
   }
-  const std::string& kept = notes.empty() ? notes_ : notes;
-  TORCH_CHECK_VALUE(is_utf8(kept), "XRLinear: expected notes in UTF-8, got other bytes");
-  tensors.push_back(at::from_blob(const_cast<char*>(kept.data()), {int64_t(kept.size())},
-                                  at::TensorOptions(at::kByte)));
+  const std::string& notes_to_save = notes.empty() ? notes_ : notes;
+  TORCH_CHECK_VALUE(is_utf8(notes_to_save), "XRLinear: expected notes in UTF-8, got other bytes");
+  tensors.push_back(at::from_blob(const_cast<char*>(notes_to_save.data()),
+                                  {int64_t(notes_to_save.size())}, at::TensorOptions(at::kByte)));
   std::vector<Section> sections(tensors.size());
   const auto aligned = [](uint64_t bytes) {
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -260,9 +260,9 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
     }
     file.flush();
   }
-  if (!kept.empty()) {
+  if (!notes_to_save.empty()) {
     NewFile file(draft.path() / kNotes);
-    file.write(kept.data(), kept.size());
+    file.write(notes_to_save.data(), notes_to_save.size());
     file.flush();
   }
   // Check again, because the folder may have changed while gigabytes were written.
@@ -272,8 +272,8 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
 c10::intrusive_ptr<XRLinear> XRLinear::load(const std::string& path) {
   const fs::path file = fs::path(path) / kFile;
   const auto mapping = std::make_shared<Mapping>(file);
-  const auto sound = [&](bool true_of_it, const auto&... what) {
-    TORCH_CHECK_VALUE(true_of_it, "XRLinear: ", file, " is damaged: ", what...);
+  const auto check_file = [&](bool condition, const auto&... message) {
+    TORCH_CHECK_VALUE(condition, "XRLinear: ", file, " is damaged: ", message...);
   };
   Header header;
   TORCH_CHECK_VALUE(mapping->bytes() >= sizeof(header) &&
@@ -282,29 +282,29 @@ c10::intrusive_ptr<XRLinear> XRLinear::load(const std::string& path) {
   std::memcpy(&header, mapping->begin(), sizeof(header));
   TORCH_CHECK_VALUE(header.version == kVersion, "XRLinear: expected ", file, " in version ",
                     kVersion, " of the format, got ", header.version);
-  sound(header.bytes == mapping->bytes(), "expected ", header.bytes, " bytes, got ",
-        mapping->bytes());
-  sound(header.depth >= 1 && header.depth <= kMostDepth, "expected 1 to ", kMostDepth,
-        " layers, got ", header.depth);
+  check_file(header.bytes == mapping->bytes(), "expected ", header.bytes, " bytes, got ",
+             mapping->bytes());
+  check_file(header.depth >= 1 && header.depth <= kMaxDepth, "expected 1 to ", kMaxDepth,
+             " layers, got ", header.depth);
   std::vector<Section> sections(2 + header.depth * kLayerParts);
-  sound(sizeof(header) + sections.size() * sizeof(Section) <= mapping->bytes(), "no room for ",
-        sections.size(), " sections");
+  check_file(sizeof(header) + sections.size() * sizeof(Section) <= mapping->bytes(), "no room for ",
+             sections.size(), " sections");
   std::memcpy(sections.data(), mapping->begin() + sizeof(header),
               sections.size() * sizeof(Section));
-  sound(header.checksum == header_checksum(header, sections), "wrong checksum of the header");
+  check_file(header.checksum == header_checksum(header, sections), "wrong checksum of the header");
 
   std::vector<Tensor> tensors;
   for (const Section& section : sections) {
-    sound(section.begin % kAlignment == 0 && section.begin <= mapping->bytes() &&
-              section.bytes <= mapping->bytes() - section.begin,
-          "a section of ", section.bytes, " bytes at ", section.begin);
-    sound(section.dtype < kDtypes.size(), "a section of dtype ", section.dtype);
+    check_file(section.begin % kAlignment == 0 && section.begin <= mapping->bytes() &&
+                   section.bytes <= mapping->bytes() - section.begin,
+               "a section of ", section.bytes, " bytes at ", section.begin);
+    check_file(section.dtype < kDtypes.size(), "a section of dtype ", section.dtype);
     const at::ScalarType dtype = kDtypes[section.dtype];
-    sound(section.bytes % c10::elementSize(dtype) == 0, "a section of ", section.bytes,
-          " bytes of ", dtype);
+    check_file(section.bytes % c10::elementSize(dtype) == 0, "a section of ", section.bytes,
+               " bytes of ", dtype);
     const char* from = mapping->begin() + section.begin;
-    sound(section.checksum == checksum(from, section.bytes), "wrong checksum of section ",
-          tensors.size());
+    check_file(section.checksum == checksum(from, section.bytes), "wrong checksum of section ",
+               tensors.size());
     // The tensors must not be written to: the pages are read-only.
     tensors.push_back(at::from_blob(
         const_cast<char*>(from), {int64_t(section.bytes / c10::elementSize(dtype))},
@@ -316,18 +316,19 @@ c10::intrusive_ptr<XRLinear> XRLinear::load(const std::string& path) {
   }
   const std::string transform(header.transform.begin(),
                               std::find(header.transform.begin(), header.transform.end(), '\0'));
-  sound(is_utf8(transform), "a transform that is not text");
-  sound(tensors.back().scalar_type() == at::kByte, "notes of dtype ", tensors.back().scalar_type());
+  check_file(is_utf8(transform), "a transform that is not text");
+  check_file(tensors.back().scalar_type() == at::kByte, "notes of dtype ",
+             tensors.back().scalar_type());
   const std::string_view notes(static_cast<const char*>(tensors.back().const_data_ptr()),
                                tensors.back().numel());
-  sound(is_utf8(notes), "notes that are not UTF-8");
+  check_file(is_utf8(notes), "notes that are not UTF-8");
   try {
     auto model =
         c10::make_intrusive<XRLinear>(header.features, header.bias, transform, tensors[0], layers);
     model->notes_ = notes;
     return model;
   } catch (const c10::Error& error) { // of any kind if the arguments are invalid
-    sound(false, error.what_without_backtrace());
+    check_file(false, error.what_without_backtrace());
     throw;
   }
 }

@@ -49,11 +49,11 @@ std::shared_ptr<samplers::SamplerImpl> noise_sampler(const samplers::SamplerOrNa
 } // namespace
 
 samplers::ComplementSampler make_noise_sampler(const char* name,
-                                               const samplers::SamplerOrName& given_sampler,
+                                               const samplers::SamplerOrName& sampler_argument,
                                                const NoiseOptions& request) {
   const int64_t num_noises = request.num_noises, num_classes = request.num_classes;
   TORCH_CHECK_VALUE(num_noises >= 0, name, ": expected num_noises of at least 0, got ", num_noises);
-  const auto sampler = noise_sampler(given_sampler, request);
+  const auto sampler = noise_sampler(sampler_argument, request);
   if (sampler == nullptr || num_noises == 0) {
     return samplers::ComplementSampler(num_classes, num_noises);
   }
@@ -73,14 +73,14 @@ samplers::ComplementSampler make_noise_sampler(const char* name,
   const Tensor count =
       noise->log_count(at::zeros({1, request.dim}), at::arange(num_classes, at::kLong))
           .reshape({-1});
-  Tensor never = count.isneginf().nonzero().squeeze(1).to(at::kCPU);
-  never = never.masked_select(at::isin(never, inside).logical_not());
-  TORCH_CHECK_VALUE(never.numel() == 0, name,
+  Tensor impossible = count.isneginf().nonzero().squeeze(1).to(at::kCPU);
+  impossible = impossible.masked_select(at::isin(impossible, inside).logical_not());
+  TORCH_CHECK_VALUE(impossible.numel() == 0, name,
                     ": expected a noise_sampler that draws every class outside the candidates, got "
                     "one that never "
                     "draws ",
-                    never.numel(), " of them, such as ",
-                    never.numel() > 0 ? never[0].item<int64_t>() : -1);
+                    impossible.numel(), " of them, such as ",
+                    impossible.numel() > 0 ? impossible[0].item<int64_t>() : -1);
   return samplers::ComplementSampler(noise, num_noises);
 }
 
@@ -140,13 +140,13 @@ std::vector<std::shared_ptr<samplers::SamplerImpl>> CaneLossImpl::samplers_of_ta
 
 namespace {
 
-UnionPart candidates_of(const Tensor& input, const std::optional<Tensor>& given_ids,
+UnionPart candidates_of(const Tensor& input, const std::optional<Tensor>& ids_argument,
                         const Tensor& fixed,
                         const std::shared_ptr<samplers::SamplerImpl>& sampler) {
-  if (given(given_ids)) {
+  if (is_defined(ids_argument)) {
     TORCH_CHECK_VALUE(sampler == nullptr && !fixed.defined(), kName,
                       ": expected no candidates in the call of a loss that has its own, got some");
-    const Tensor& ids = *given_ids;
+    const Tensor& ids = *ids_argument;
     TORCH_CHECK_VALUE(
         ids.dim() == 1 ||
             (ids.dim() >= 1 &&
@@ -154,7 +154,7 @@ UnionPart candidates_of(const Tensor& input, const std::optional<Tensor>& given_
         kName,
         ": expected candidates of shape [C], or that of target with one more dimension, got ",
         ids.sizes());
-    return given_candidates(ids.dim() <= 2 ? ids : ids.flatten(0, -2));
+    return caller_candidates(ids.dim() <= 2 ? ids : ids.flatten(0, -2));
   }
   if (fixed.defined()) {
     return {/*shared=*/true,
@@ -193,10 +193,10 @@ Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target,
     }
     noise->prepare(weight, bias, generator);
   };
-  const StepSampler drawing{{/*shared=*/false, /*distinct=*/false, sample, {}},
-                            Tensor(),
-                            /*reads_queries=*/true,
-                            prepare};
+  const StepSampler step_sampler{{/*shared=*/false, /*distinct=*/false, sample, {}},
+                                 Tensor(),
+                                 /*reads_queries=*/true,
+                                 prepare};
   return sampled_step({.input = input,
                        .weight = linear->weight,
                        .bias = optional(linear->bias),
@@ -204,7 +204,7 @@ Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target,
                        .class_weight = optional(weight),
                        .generator = std::move(generator),
                        .training = is_training()},
-                      drawing, step_);
+                      step_sampler, step_);
 }
 
 } // namespace xsoftmax::nn

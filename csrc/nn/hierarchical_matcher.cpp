@@ -79,8 +79,8 @@ Tensor check_step(const char* op, const Tensor& input, const Tensor& target, con
   check_nodes(op, "node_class", tree.node_class, input, nodes);
   check_nodes(op, "class_node", tree.class_node, input, tree.class_node.sym_numel());
   check_layer_sizes(op, edges.layer_sizes, edges.weight.sym_size(0));
-  const c10::SymInt labels = tree.class_node.sym_size(0), given = target.sym_size(-1);
-  TORCH_CHECK_VALUE(given != labels || given <= 1, op,
+  const c10::SymInt labels = tree.class_node.sym_size(0), target_width = target.sym_size(-1);
+  TORCH_CHECK_VALUE(target_width != labels || target_width <= 1, op,
                     ": expected ids of labels, [*, T] with T below their number, got shape ",
                     target.sym_sizes(), ", a number for each label as multi-hot targets have");
   return rows;
@@ -95,20 +95,21 @@ Tensor beam_nodes(const Tensor& queries, const Edges& edges, int64_t begin,
   const auto above = [&](const Tensor& rows) { return rows.detach().narrow(0, 0, begin - 1); };
   // The layers above are also a tree.
   const Tensor children = tree.first_child.narrow(0, 0, begin + 1).clamp_max(begin);
-  return std::get<1>(
-      beam_search(queries.detach(), above(edges.weight),
-                  given(edges.bias) ? OptionalTensor(above(*edges.bias)) : std::nullopt, children,
-                  at::arange(begin, children.options()), options.beam, transform_of(options.loss)));
+  return std::get<1>(beam_search(
+      queries.detach(), above(edges.weight),
+      is_defined(edges.bias) ? OptionalTensor(above(*edges.bias)) : std::nullopt, children,
+      at::arange(begin, children.options()), options.beam, transform_of(options.loss)));
 }
 
 Tensor true_nodes(const char* op, const Tensor& target, const Edges& edges, int64_t layer) {
-  const Layer here(op, edges.layer_sizes, layer);
+  const Layer current_layer(op, edges.layer_sizes, layer);
   const Tensor labels = target.reshape({-1});
   Tensor node = label_tree_nodes(edges.tree.class_node, labels, -1);
   for (auto below = int64_t(edges.layer_sizes.size()); below > layer; --below) {
-    node = at::where(node.ge(here.end), edges.tree.parent.index_select(0, node.clamp_min(0)), node);
+    node = at::where(node.ge(current_layer.end),
+                     edges.tree.parent.index_select(0, node.clamp_min(0)), node);
   }
-  return at::where(labels.ge(0).logical_and(node.ge(here.begin)), node, -1)
+  return at::where(labels.ge(0).logical_and(node.ge(current_layer.begin)), node, -1)
       .reshape_symint(target.sym_sizes());
 }
 
@@ -150,20 +151,20 @@ Tensor matcher_loss(const Tensor& input, const Tensor& weight, const OptionalTen
   const matcher::Edges edges{weight, bias, tree, layer_sizes};
   matcher::check_options(op, options);
   const Tensor queries = matcher::check_step(op, input, target, edges);
-  const matcher::Layer here(op, layer_sizes, layer);
+  const matcher::Layer current_layer(op, layer_sizes, layer);
   TORCH_CHECK_VALUE(group_sizes.size() == layer_sizes.size(), op, ": expected group_sizes of ",
                     layer_sizes.size(), " layers, got ", group_sizes.size());
   const Tensor wanted = matcher::true_nodes(
       op, target.reshape_symint({queries.sym_size(0), target.sym_size(-1)}), edges, layer);
   const auto [nodes, offsets, right] =
-      shortlist(matcher::beam_nodes(queries, edges, here.begin, options), wanted, tree.first_child,
-                tree.parent, group_sizes[layer - 1]);
+      shortlist(matcher::beam_nodes(queries, edges, current_layer.begin, options), wanted,
+                tree.first_child, tree.parent, group_sizes[layer - 1]);
   // Padding: kernels on a device pad the shortlists instead of waiting for their sizes.
-  const Tensor nothing = right.lt(0);
+  const Tensor is_padding = right.lt(0);
   const Tensor scores =
       ragged_scores(queries, weight, bias, nodes - 1, offsets, options.sparse_grad);
-  const Tensor each = matcher::node_losses(scores.masked_fill(nothing, 0.0), right, options.loss)
-                          .masked_fill(nothing, 0.0);
+  const Tensor each = matcher::node_losses(scores.masked_fill(is_padding, 0.0), right, options.loss)
+                          .masked_fill(is_padding, 0.0);
   switch (reduction_code(op, options.reduction)) {
     case at::Reduction::Sum: return each.sum();
     case at::Reduction::Mean: return each.sum() / at::Scalar(queries.sym_size(0));
@@ -183,9 +184,9 @@ std::tuple<Tensor, Tensor> matcher_topk(const Tensor& input, const Tensor& weigh
   constexpr const char* op = "matcher_topk";
   matcher::check_options(op, options);
   check::strided(op, "input", input);
-  const Tensor unwanted = exclude.value_or(Tensor());
-  if (unwanted.defined()) {
-    check::strided(op, "exclude", unwanted);
+  const Tensor excluded = exclude.value_or(Tensor());
+  if (excluded.defined()) {
+    check::strided(op, "exclude", excluded);
   }
   check::dim(op, "class_node", tree.class_node, 1);
   const c10::SymInt labels_count = tree.class_node.sym_size(0);
@@ -197,12 +198,12 @@ std::tuple<Tensor, Tensor> matcher_topk(const Tensor& input, const Tensor& weigh
   TORCH_CHECK_VALUE(width >= k, op, ": expected a beam of at least k=", k, ", got ", width);
   const auto found =
       beam_search(input.unsqueeze(0).flatten(0, -2), weight, bias, tree.first_child,
-                  tree.node_class, width.max(1).max(with_excluded(k, unwanted, labels_count)),
+                  tree.node_class, width.max(1).max(with_excluded(k, excluded, labels_count)),
                   matcher::transform_of(options.loss));
-  const auto [logs, labels] = without_excluded(op, input, found, unwanted, labels_count, k);
+  const auto [logs, labels] = without_excluded(op, input, found, excluded, labels_count, k);
   // The smallest normal float32. Keeps the score of a label that was found apart from padding.
-  constexpr double kLeast = 0x1p-126;
-  return {logs.exp().clamp_min(kLeast).masked_fill(labels.lt(0), 0.0), labels};
+  constexpr double kMin = 0x1p-126;
+  return {logs.exp().clamp_min(kMin).masked_fill(labels.lt(0), 0.0), labels};
 }
 
 XSOFTMAX_OPERATORS(m) {

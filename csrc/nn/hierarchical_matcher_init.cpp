@@ -58,9 +58,9 @@ void add_block(const Prototypes& sums, const Tensor& counts, const Tensor& centr
   const Tensor right = std::get<0>(nodes.sort(1)), later = right.slice(1, 1);
   // A node above two labels of an example counts once.
   later.masked_fill_(later.eq(right.slice(1, 0, -1)), -1);
-  const Tensor there = right.ge(0), row = there.nonzero().select(1, 0);
-  const auto unique =
-      at::_unique2(right.masked_select(there) - begin, /*sorted=*/true, /*return_inverse=*/true);
+  const Tensor is_target = right.ge(0), row = is_target.nonzero().select(1, 0);
+  const auto unique = at::_unique2(right.masked_select(is_target) - begin, /*sorted=*/true,
+                                   /*return_inverse=*/true);
   // Only nodes that occur are touched.
   const auto& [found, place] = std::pair(std::get<0>(unique), std::get<1>(unique));
   const Tensor has = at::_sparse_coo_tensor_unsafe(at::stack({place, row}),
@@ -71,17 +71,18 @@ void add_block(const Prototypes& sums, const Tensor& counts, const Tensor& centr
                     at::bincount(place, std::nullopt, found.size(0)).to(centred.scalar_type()));
 }
 
-Prototypes prototypes(const Examples& examples, const Layer& here, bool centre) {
+Prototypes prototypes(const Examples& examples, const Layer& current_layer, bool centre) {
   const Tensor& queries = examples.queries;
   const at::ScalarType dtype = c10::promoteTypes(queries.scalar_type(), at::kFloat);
   const auto options = queries.options().dtype(dtype);
   const Tensor mean = centre ? queries.mean(at::IntArrayRef({0}), /*keepdim=*/false, dtype)
                              : at::zeros({queries.size(1)}, options);
-  const Prototypes sums{at::zeros({here.size(), queries.size(1)}, options), {}};
-  const Tensor counts = at::zeros({here.size()}, options);
+  const Prototypes sums{at::zeros({current_layer.size(), queries.size(1)}, options), {}};
+  const Tensor counts = at::zeros({current_layer.size()}, options);
   for (int64_t first = 0; first < examples.size(); first += kBlock) {
-    const auto block = [&](const Tensor& of) { return of.slice(0, first, first + kBlock); };
-    add_block(sums, counts, block(queries).to(dtype) - mean, block(examples.nodes), here.begin);
+    const auto block = [&](const Tensor& tensor) { return tensor.slice(0, first, first + kBlock); };
+    add_block(sums, counts, block(queries).to(dtype) - mean, block(examples.nodes),
+              current_layer.begin);
   }
   sums.rows.div_(counts.clamp_min(1).sqrt().unsqueeze(1));
   return {sums.rows, sums.rows.mv(mean).neg()};
@@ -90,7 +91,8 @@ Prototypes prototypes(const Examples& examples, const Layer& here, bool centre) 
 // Returns the scores of the nodes on the shortlists of a sample of the examples, and whether they
 // are true nodes. Both are float64.
 std::pair<Tensor, Tensor> scores_of_sample(const Examples& examples, const Edges& edges,
-                                           const Layer& here, const Prototypes& made,
+                                           const Layer& current_layer,
+                                           const Prototypes& prototype_sums,
                                            const HierarchicalMatcherOptions& options) {
   const int64_t count = std::min(examples.size(), kSample);
   const Tensor sample = (at::arange(count, examples.nodes.options()) * (examples.size() - 1))
@@ -99,10 +101,11 @@ std::pair<Tensor, Tensor> scores_of_sample(const Examples& examples, const Edges
   for (const Tensor& part : sample.split(kPart)) {
     const Tensor queries = examples.queries.index_select(0, part);
     const auto [nodes, offsets, is_right] =
-        shortlist(matcher::beam_nodes(queries, edges, here.begin, options),
+        shortlist(matcher::beam_nodes(queries, edges, current_layer.begin, options),
                   examples.nodes.index_select(0, part), edges.tree.first_child, edges.tree.parent);
-    scores.push_back(ragged_scores(queries.to(made.rows.scalar_type()), made.rows, made.shift,
-                                   nodes - here.begin, offsets,
+    scores.push_back(ragged_scores(queries.to(prototype_sums.rows.scalar_type()),
+                                   prototype_sums.rows, prototype_sums.shift,
+                                   nodes - current_layer.begin, offsets,
                                    /*sparse_grad=*/false)
                          .to(at::kDouble));
     right.push_back(is_right.to(at::kDouble));
@@ -132,8 +135,8 @@ std::pair<double, double> fit(const Tensor& scores, const Tensor& right, double 
     const at::NoGradGuard no_grad;
     const Tensor fitted = values.select(0, 0) * by_unit + values.select(0, 1);
     const Tensor slope = slopes(fitted, right, loss);
-    const Tensor of_offset = has_offset ? slope.mean() : at::zeros({}, scores.options());
-    values.mutable_grad() = at::stack({(slope * by_unit).mean(), of_offset});
+    const Tensor offset_slope = has_offset ? slope.mean() : at::zeros({}, scores.options());
+    values.mutable_grad() = at::stack({(slope * by_unit).mean(), offset_slope});
     return matcher::node_losses(fitted, right, loss).mean();
   });
   return {values.select(0, 0).item<double>() / unit, values.select(0, 1).item<double>()};
@@ -150,15 +153,15 @@ Tensor check_init_layer(at::TensorList tables, const Tensor& input, const Tensor
   matcher::check_options(kOp, options);
   const Tensor queries = matcher::check_step(kOp, input, target, edges);
   check::linear(kOp, queries, edges.weight, edges.bias); // also under autocast
-  const Layer here(kOp, layer_sizes, layer);
+  const Layer current_layer(kOp, layer_sizes, layer);
   TORCH_CHECK_VALUE(queries.sym_size(0) >= 1, kOp, ": expected at least one example, got none");
   return queries;
 }
 
 void init_layer(at::TensorList tables, const Tensor& input, const Tensor& target,
-                at::TensorList given_tree, at::IntArrayRef layer_sizes, int64_t layer,
+                at::TensorList label_tree, at::IntArrayRef layer_sizes, int64_t layer,
                 std::string_view text) {
-  const TreeTables tree(kOp, given_tree);
+  const TreeTables tree(kOp, label_tree);
   const auto options = parse_options<HierarchicalMatcherOptions>(kOp, text);
   const Tensor queries = check_init_layer(tables, input, target, tree, layer_sizes, layer, options);
   const bool has_bias = tables.size() == 2;
@@ -166,28 +169,29 @@ void init_layer(at::TensorList tables, const Tensor& input, const Tensor& target
                     ": expected input of finite numbers, got others");
   const Edges edges{tables[0], has_bias ? OptionalTensor(tables[1]) : std::nullopt, tree,
                     layer_sizes};
-  const Layer here(kOp, layer_sizes, layer);
+  const Layer current_layer(kOp, layer_sizes, layer);
   const Examples examples{
       queries,
       matcher::true_nodes(kOp, target.reshape({queries.size(0), target.size(-1)}), edges, layer)};
-  TORCH_CHECK_VALUE(examples.nodes.lt(here.end).all().item<bool>(), kOp,
+  TORCH_CHECK_VALUE(examples.nodes.lt(current_layer.end).all().item<bool>(), kOp,
                     ": expected parent with a node of layer ", layer,
                     " above each label that is deeper, got another");
-  const Prototypes made = prototypes(examples, here, has_bias);
-  const auto [scores, right] = scores_of_sample(examples, edges, here, made, options);
+  const Prototypes prototype_sums = prototypes(examples, current_layer, has_bias);
+  const auto [scores, right] =
+      scores_of_sample(examples, edges, current_layer, prototype_sums, options);
   const double unit = scores.numel() > 0 ? scores.square().mean().sqrt().item<double>() : 0;
   const bool fits = !(unit <= 0) && std::isfinite(unit);
   const auto [scale, offset] =
       fits ? fit(scores, right, unit, has_bias, options.loss) : std::pair(1.0, 0.0);
   const auto dtype = tables[0].scalar_type();
-  const Tensor rows = (made.rows * scale).to(dtype),
-               shift = (made.shift * scale + offset).to(dtype);
+  const Tensor rows = (prototype_sums.rows * scale).to(dtype),
+               shift = (prototype_sums.shift * scale + offset).to(dtype);
   TORCH_CHECK_VALUE((fits || unit == 0) && rows.isfinite().all().item<bool>() &&
                         shift.isfinite().all().item<bool>(),
                     kOp, ": expected input whose sums and scores are finite, got larger numbers");
-  tables[0].narrow(0, here.begin - 1, here.size()).copy_(rows);
+  tables[0].narrow(0, current_layer.begin - 1, current_layer.size()).copy_(rows);
   if (has_bias) {
-    tables[1].narrow(0, here.begin - 1, here.size()).copy_(shift);
+    tables[1].narrow(0, current_layer.begin - 1, current_layer.size()).copy_(shift);
   }
 }
 

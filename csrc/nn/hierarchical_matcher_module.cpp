@@ -19,9 +19,9 @@ TreeTables tables(const LabelTree& tree) { return {kName, tree->tables()}; }
 
 } // namespace
 
-HierarchicalMatcherImpl::HierarchicalMatcherImpl(int64_t in_features, const LabelTree& given_tree,
+HierarchicalMatcherImpl::HierarchicalMatcherImpl(int64_t in_features, const LabelTree& label_tree,
                                                  const HierarchicalMatcherOptions& options)
-    : TreeTableImpl(kName, in_features, given_tree,
+    : TreeTableImpl(kName, in_features, label_tree,
                     {.bias = options.bias, .reduction = options.reduction}, {}),
       matcher_(options) {
   TORCH_CHECK_VALUE(tree->depth() > 0, kName, ": expected a tree of at least 2 nodes, got 1");
@@ -36,13 +36,13 @@ Tensor HierarchicalMatcherImpl::forward(const Tensor& input, const Tensor& targe
 
 bool HierarchicalMatcherImpl::next_layer() {
   const at::NoGradGuard no_grad;
-  const auto here = layer.item<int64_t>();
-  if (here == tree->depth()) {
+  const auto current_layer = layer.item<int64_t>();
+  if (current_layer == tree->depth()) {
     return false;
   }
   catch_up(); // applies pending updates, which must not be copied to the children
   for (const Tensor& rows : edges->parameters()) {
-    matcher_next_layer_(rows, tree->parent, tree->layer_sizes, here);
+    matcher_next_layer_(rows, tree->parent, tree->layer_sizes, current_layer);
   }
   layer.add_(1);
   return true;
@@ -59,9 +59,9 @@ void HierarchicalMatcherImpl::init_from_prototypes(const Tensor& input, const Te
 std::tuple<Tensor, Tensor> HierarchicalMatcherImpl::topk(const Tensor& input, int64_t k,
                                                          std::optional<int64_t> beam,
                                                          const Tensor& exclude) const {
-  const auto here = layer.item<int64_t>();
-  TORCH_CHECK_VALUE(here == tree->depth(), kName, ": expected all of ", tree->depth(),
-                    " layers trained, got layer ", here, " at work; see next_layer");
+  const auto current_layer = layer.item<int64_t>();
+  TORCH_CHECK_VALUE(current_layer == tree->depth(), kName, ": expected all of ", tree->depth(),
+                    " layers trained, got layer ", current_layer, " at work; see next_layer");
   catch_up();
   const auto width = beam.has_value() ? std::optional<c10::SymInt>(*beam) : std::nullopt;
   return matcher_topk(input, edges->weight, bias(), tables(tree), k, width, optional(exclude),

@@ -159,9 +159,9 @@ void LinearLossImpl::check_table(const Tensor& input, const Tensor& target) cons
       ": expected input of shape [*, ", linear->weight.size(1), "], got ", input.sizes(),
       swapped ? ", whose width is num_classes: in_features comes before num_classes" : "");
   const at::IntArrayRef queries = input.sizes().slice(0, input.dim() - 1);
-  const bool several = target.defined() && target.dim() == input.dim() &&
+  const bool has_multiple = target.defined() && target.dim() == input.dim() &&
       target.sizes().slice(0, queries.size()) == queries;
-  TORCH_CHECK_VALUE(!target.defined() || several || queries == target.sizes(), name_,
+  TORCH_CHECK_VALUE(!target.defined() || has_multiple || queries == target.sizes(), name_,
                     ": expected target of shape ", queries,
                     ", or with one more dimension for several positives, got ", target.sizes());
 }
@@ -178,7 +178,7 @@ Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target,
   options.workspace_mb = options_.workspace_mb;
   options.positives = options_.positives;
   static_cast<LogitOptions&>(options) = logit_options();
-  if (given(target_prob)) {
+  if (is_defined(target_prob)) {
     return linear_soft_loss(input, linear->weight, optional(linear->bias), target, *target_prob,
                             optional(weight), options);
   }
@@ -321,23 +321,24 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(
         "the sampler by name");
   }
   const bool none = sampler_or_none == nullptr;
-  const auto given_sampler =
+  const auto sampler_argument =
       none ? samplers::FixedSampler(num_classes, at::empty({0}, at::kLong)).ptr() : sampler_or_none;
-  TORCH_CHECK_VALUE(given_sampler->num_classes() == num_classes, kName, ": expected a sampler of ",
-                    num_classes, " classes, got one of ", given_sampler->num_classes());
+  TORCH_CHECK_VALUE(sampler_argument->num_classes() == num_classes, kName,
+                    ": expected a sampler of ", num_classes, " classes, got one of ",
+                    sampler_argument->num_classes());
   const bool outside = sampling.estimator == kComplementary;
   head = sampling.head.defined() ? distinct_ids(sampling.head, num_classes, kName, "head")
                                  : at::zeros({0}, at::kLong);
   TORCH_CHECK_VALUE(!outside || (head.numel() == 0 && options.label_smoothing == 0), kName,
                     ": expected no head and label_smoothing of 0 with estimator \"", kComplementary,
                     "\"");
-  TORCH_CHECK_VALUE(given_sampler->num_samples() != 0 || head.numel() > 0 || none, kName,
+  TORCH_CHECK_VALUE(sampler_argument->num_samples() != 0 || head.numel() > 0 || none, kName,
                     ": expected classes to score, got num_samples of 0 and no head");
   TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0, kName,
                     ": expected label_smoothing of 0 with class weights, got ",
                     options.label_smoothing);
   step_.estimator = outside        ? "sampled_softmax"
-      : sampling.estimator.empty() ? given_sampler->default_estimator()
+      : sampling.estimator.empty() ? sampler_argument->default_estimator()
                                    : sampling.estimator;
   step_.remove_accidental_hits = sampling.remove_accidental_hits;
   step_.sparse_grad = sampling.sparse_grad;
@@ -346,11 +347,12 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(
   const EstimatorTraits& traits = estimator.traits;
   TORCH_CHECK_VALUE(
       !traits.has_noise ||
-          ((head.numel() > 0 || given_sampler->has_distinct()) && given_sampler->has_independent()),
+          ((head.numel() > 0 || sampler_argument->has_distinct()) &&
+           sampler_argument->has_independent()),
       kName,
       ": expected candidates (head classes, or draws without replacement) and noise (draws with "
       "replacement) with estimator \"",
-      step_.estimator, "\", got ", head.numel(), " head classes and a ", given_sampler->name());
+      step_.estimator, "\", got ", head.numel(), " head classes and a ", sampler_argument->name());
   TORCH_CHECK_VALUE(traits.smooths || options.label_smoothing == 0, kName,
                     ": expected label_smoothing of 0 with estimator \"", step_.estimator,
                     "\", got ", options.label_smoothing);
@@ -359,15 +361,15 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(
   TORCH_CHECK_VALUE((sampling.log_z == 0 && !sampling.learn_log_z) || step_.estimator == "nce",
                     kName, ": expected log_z of 0 with estimator \"", step_.estimator,
                     "\", which does not use it");
-  sampler = given_sampler; // claimed below, after all other checks
+  sampler = sampler_argument; // claimed below, after all other checks
   if (outside) {
-    sampler = given_sampler->outside_target();
+    sampler = sampler_argument->outside_target();
   } else if (head.numel() > 0) {
-    sampler = given_sampler->excluding(head);
+    sampler = sampler_argument->excluding(head);
     if (sampler == nullptr) {
       sampler = samplers::UnionSampler(
                     std::vector<std::shared_ptr<samplers::SamplerImpl>>{
-                        samplers::FixedSampler(num_classes, head).ptr(), given_sampler})
+                        samplers::FixedSampler(num_classes, head).ptr(), sampler_argument})
                     .ptr();
       head = head.narrow(0, 0, 0);
     }
@@ -415,19 +417,20 @@ Tensor SampledSoftmaxLossImpl::sampled(const Tensor& input, const Tensor& target
                                        const std::optional<Tensor>& negative_log_count,
                                        const std::optional<Tensor>& target_prob) {
   check_table(input, target);
-  TORCH_CHECK_VALUE(given(negatives) || sampler->num_samples() != 0 || head.numel() > 0, kName,
+  TORCH_CHECK_VALUE(is_defined(negatives) || sampler->num_samples() != 0 || head.numel() > 0, kName,
                     ": expected negatives in each call of a loss without a sampler, got none");
-  const StepSampler drawing{samplers::part_of(sampler), head, samplers::reads_queries(*sampler),
-                            [this](const Tensor& weight, const OptionalTensor& bias,
-                                   const std::optional<at::Generator>& generator) {
-                              sampler->prepare(weight, bias, generator);
-                            }};
+  const StepSampler step_sampler{samplers::part_of(sampler), head,
+                                 samplers::reads_queries(*sampler),
+                                 [this](const Tensor& weight, const OptionalTensor& bias,
+                                        const std::optional<at::Generator>& generator) {
+                                   sampler->prepare(weight, bias, generator);
+                                 }};
   const OptionalTensor normalizer =
       log_z.defined() ? OptionalTensor(log_z.to(input.device())) : std::nullopt;
   return sampled_step(
       {input, linear->weight, optional(linear->bias), target, optional(weight), normalizer,
        target_prob, negatives, negative_log_count, std::move(generator), is_training(), prepares},
-      drawing, step_);
+      step_sampler, step_);
 }
 
 Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target,

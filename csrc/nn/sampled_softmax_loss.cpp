@@ -33,11 +33,11 @@ void check_sampled_loss(const Tensor& input, const Tensor& weight, const Tensor&
                         const OptionalTensor& class_weight, const OptionalTensor& log_z, bool soft,
                         const SampledSoftmaxOptions& options) {
   check_class_weight(kOp, class_weight, weight.sym_size(0), target);
-  TORCH_CHECK_VALUE(!given(class_weight) || options.label_smoothing == 0, kOp,
+  TORCH_CHECK_VALUE(!is_defined(class_weight) || options.label_smoothing == 0, kOp,
                     ": expected label_smoothing of 0 with class weights, got ",
                     options.label_smoothing,
                     ": a sample does not estimate the weighted mean over all classes");
-  if (given(log_z)) {
+  if (is_defined(log_z)) {
     check::dim(kOp, "log_z", *log_z, 0);
     check::floating(kOp, "log_z", *log_z);
     if (!log_z->is_cpu()) { // a 0-dim CPU tensor works with any device
@@ -71,13 +71,13 @@ Tensor loss_by_scores(const Tensor& input, const Tensor& weight, const OptionalT
                counts = target.ne(options.ignore_index);
   // Ignored queries may hold anything, including NaN.
   const Tensor queries = at::where(counts.unsqueeze(1), input, at::zeros({}, input.options()));
-  const Tensor ids = given(candidates.private_ids)
+  const Tensor ids = is_defined(candidates.private_ids)
       ? at::cat({known.unsqueeze(1), *candidates.private_ids}, 1)
       : known.unsqueeze(1);
   Tensor scores =
       candidate_scores(queries, weight, bias, ids, candidates.shared_ids, options.sparse_grad);
   scores = transform_logits(scores, options);
-  scores = given(log_z) ? scores - *log_z : scores;
+  scores = is_defined(log_z) ? scores - *log_z : scores;
   check_candidates(kOp, "input", queries, known, candidates, options);
   return loss_of_scores({scores, known, candidates, options, estimator}, options.z_loss);
 }
@@ -96,25 +96,25 @@ Tensor sampled_softmax_loss_op(const Tensor& input, const Tensor& weight,
 } // namespace
 
 Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            const Tensor& given_target, const Proposal& sets,
+                            const Tensor& target_argument, const Proposal& sets,
                             const SampledSoftmaxOptions& options,
                             const OptionalTensor& class_weight, const OptionalTensor& log_z,
                             const OptionalTensor& target_prob) {
-  if (given(target_prob)) {
-    return sampled_soft_loss(input, weight, bias, given_target, *target_prob, sets, options,
+  if (is_defined(target_prob)) {
+    return sampled_soft_loss(input, weight, bias, target_argument, *target_prob, sets, options,
                              class_weight, log_z);
   }
-  check_batch(kOp, input, given_target, weight, options.ignore_index);
-  check_sampled_loss(input, weight, given_target, class_weight, log_z, /*soft=*/false, options);
-  return loss_of_proposal(input, weight, bias, given_target, sets, options, class_weight, log_z);
+  check_batch(kOp, input, target_argument, weight, options.ignore_index);
+  check_sampled_loss(input, weight, target_argument, class_weight, log_z, /*soft=*/false, options);
+  return loss_of_proposal(input, weight, bias, target_argument, sets, options, class_weight, log_z);
 }
 
 Tensor loss_of_proposal(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const Tensor& given_target, const Proposal& sets,
+                        const Tensor& target_argument, const Proposal& sets,
                         const SampledSoftmaxOptions& options, const OptionalTensor& class_weight,
                         const OptionalTensor& log_z) {
-  Tensor target = given_target;
-  const bool several = has_several(input, target, options.ignore_index);
+  Tensor target = target_argument;
+  const bool has_multiple = has_multiple_positives(input, target, options.ignore_index);
   const Estimator& estimator = find_estimator(kOp, options.estimator);
   if (estimator.traits.has_noise) {
     const auto distinct = std::count_if(sets.begin(), sets.end(),
@@ -124,17 +124,17 @@ Tensor loss_of_proposal(const Tensor& input, const Tensor& weight, const Optiona
                       "noise, independent draws, with estimator \"",
                       estimator.name, "\", got ", distinct, " of ", sets.size(), " sets distinct");
   }
-  if (several) {
+  if (has_multiple) {
     return several_positives_loss(input, weight, bias, target, sets, options, class_weight, log_z);
   }
   const Tensor flat = as_vector(target), queries = as_queries(input, flat.sym_size(0));
-  const Candidates candidates = lay_out(sets, flat.sym_size(0), estimator.traits);
+  const Candidates candidates = arrange_columns(sets, flat.sym_size(0), estimator.traits);
   const bool by_scores =
-      given(log_z) || !estimator.has_kernels() || transforms(options) || options.z_loss != 0;
-  if (!by_scores && !given(class_weight)) {
+      is_defined(log_z) || !estimator.has_kernels() || transforms(options) || options.z_loss != 0;
+  if (!by_scores && !is_defined(class_weight)) {
     if (const OptionalTensor share =
             mean_weights(flat, options, opmath_dtype(weight.scalar_type()));
-        given(share)) {
+        is_defined(share)) {
       return linear_candidate_loss(queries, weight, bias, flat, candidates, options, share);
     }
   }

@@ -95,13 +95,13 @@ torch::nn::Linear linear(const Tensor& weight, const Tensor& bias) {
   TORCH_CHECK_VALUE(!bias.defined() || bias.sizes() == weight.sizes().slice(0, 1),
                     "tables.linear: expected bias of shape [N], got ", bias.sizes());
   const at::NoGradGuard no_grad;
-  torch::nn::Linear made(torch::nn::LinearOptions(1, 1).bias(bias.defined()));
-  made->options.in_features(weight.size(1)).out_features(weight.size(0));
-  made->weight.set_data(weight.detach());
+  torch::nn::Linear linear(torch::nn::LinearOptions(1, 1).bias(bias.defined()));
+  linear->options.in_features(weight.size(1)).out_features(weight.size(0));
+  linear->weight.set_data(weight.detach());
   if (bias.defined()) {
-    made->bias.set_data(bias.detach());
+    linear->bias.set_data(bias.detach());
   }
-  return made;
+  return linear;
 }
 
 void flush(const Tensor& table) {

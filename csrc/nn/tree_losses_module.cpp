@@ -36,10 +36,10 @@ int64_t classes_of(const char* name, const LabelTree& tree) {
 
 } // namespace
 
-TreeTableImpl::TreeTableImpl(const char* name, int64_t in_features, const LabelTree& given_tree,
+TreeTableImpl::TreeTableImpl(const char* name, int64_t in_features, const LabelTree& label_tree,
                              const LossOptions& options, std::vector<std::string> optional)
-    : TableLossImpl(name, classes_of(name, given_tree), options, std::move(optional)) {
-  tree = register_module("tree", LabelTree(given_tree->parent, given_tree->node_class));
+    : TableLossImpl(name, classes_of(name, label_tree), options, std::move(optional)) {
+  tree = register_module("tree", LabelTree(label_tree->parent, label_tree->node_class));
   edges = register_module(
       "edges",
       torch::nn::Linear(
@@ -63,9 +63,9 @@ void TreeTableImpl::load(torch::serialize::InputArchive& archive) {
   TableLossImpl::load(archive);
 }
 
-TreeLossImpl::TreeLossImpl(const char* name, int64_t in_features, LabelTree given_tree,
+TreeLossImpl::TreeLossImpl(const char* name, int64_t in_features, LabelTree label_tree,
                            const LossOptions& options)
-    : TreeTableImpl(name, in_features, given_tree, options, {"noise", "steps"}) {
+    : TreeTableImpl(name, in_features, label_tree, options, {"noise", "steps"}) {
   TORCH_CHECK_VALUE(options.label_smoothing == 0, name, ": expected label_smoothing of 0, got ",
                     options.label_smoothing);
   TORCH_CHECK_VALUE(options.logit_scale == 1 && options.softcap == 0 && options.z_loss == 0, name,
@@ -130,9 +130,9 @@ Tensor HierarchicalSoftmaxLossImpl::log_prob(const Tensor& input) {
   return found.reshape(replace_last_dim(input, tree->num_classes()));
 }
 
-BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree,
+BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree label_tree,
                                    const BeamTreeOptions& beam, const LossOptions& options)
-    : TreeLossImpl("BeamTreeLoss", in_features, std::move(given_tree), options) {
+    : TreeLossImpl("BeamTreeLoss", in_features, std::move(label_tree), options) {
   TORCH_CHECK_VALUE(beam.num_candidates >= 1, name_,
                     ": expected num_candidates of at least 1, got ", beam.num_candidates);
   TORCH_CHECK_VALUE(beam.num_noises >= 0, name_, ": expected num_noises of at least 0, got ",
@@ -222,10 +222,10 @@ Tensor BeamTreeLossImpl::scores(const Tensor& input) {
 
 std::tuple<Tensor, Tensor> BeamTreeLossImpl::class_table() const {
   catch_up();
-  const auto along = [&](const Tensor& rows) {
+  const auto gather_path = [&](const Tensor& rows) {
     return tree_class_scores(rows, tree->parent, tree->class_node, tree->layer_sizes, 0);
   };
-  return {along(edges->weight), edges->bias.defined() ? along(edges->bias) : Tensor()};
+  return {gather_path(edges->weight), edges->bias.defined() ? gather_path(edges->bias) : Tensor()};
 }
 
 Tensor BeamTreeLossImpl::log_prob(const Tensor& input) {
@@ -233,10 +233,10 @@ Tensor BeamTreeLossImpl::log_prob(const Tensor& input) {
 }
 
 std::tuple<Tensor, Tensor> BeamTreeLossImpl::topk(const Tensor& input, int64_t k,
-                                                  std::optional<int64_t> given_width,
+                                                  std::optional<int64_t> width_argument,
                                                   const Tensor& exclude) const {
   check_k(k);
-  int64_t width = given_width.value_or(std::max(k, step_.beam));
+  int64_t width = width_argument.value_or(std::max(k, step_.beam));
   TORCH_CHECK_VALUE(width >= k, name_, ": expected width of at least k=", k, ", got ", width);
   width = std::max(width, with_excluded(k, exclude, tree->num_classes()).expect_int());
   catch_up();

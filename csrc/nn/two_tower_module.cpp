@@ -21,17 +21,18 @@ TwoTowerLossImpl::TwoTowerLossImpl(const TwoTowerOptions& options)
           samplers::StreamingCounts(samplers::StreamingOptions{.num_ids = options.num_items})) {}
 
 TwoTowerLossImpl::TwoTowerLossImpl(const TwoTowerOptions& options,
-                                   samplers::StreamingCounts given_counts, bool learn_temperature)
+                                   samplers::StreamingCounts counts_argument,
+                                   bool learn_temperature)
     : Module("TwoTowerLoss"), options_(print_options(options)) {
   const std::optional<int64_t> counted =
-      given_counts.is_empty() ? std::nullopt : given_counts->num_ids();
+      counts_argument.is_empty() ? std::nullopt : counts_argument->num_ids();
   std::tie(temperature, memory, memory_id, memory_state) =
       two_tower_state("TwoTowerLoss", options_, counted);
   if (learn_temperature) {
     temperature = register_parameter("temperature", temperature.to(at::kFloat));
   }
-  if (!given_counts.is_empty()) {
-    counts = register_module("counts", given_counts);
+  if (!counts_argument.is_empty()) {
+    counts = register_module("counts", counts_argument);
   }
   memory = register_buffer("memory", memory);
   memory_id = register_buffer("memory_id", memory_id);

@@ -80,7 +80,7 @@ Tensor rows_of_pairs(const Tensor& offsets) {
 }
 
 /// Returns the union of several lists per node.
-Lists united(const std::vector<Lists>& lists, int64_t num_rows) {
+Lists merge_lists(const std::vector<Lists>& lists, int64_t num_rows) {
   if (lists.size() == 1) {
     return lists[0];
   }
@@ -93,12 +93,12 @@ Lists united(const std::vector<Lists>& lists, int64_t num_rows) {
 }
 
 /// Layers of a tree. For each layer: first_child, where the children of each node in the layer
-/// above begin, and above, the node of the layer that is above each label.
+/// above begin, and label_parents, the node of the layer that is above each label.
 struct TreeLayers {
   explicit TreeLayers(const LabelTree& tree) {
     if (tree->depth() == 0) { // a single label: treat it as the child of a root
       first_child = {at::tensor({0, 1}, at::kLong)};
-      above = {at::zeros({1}, at::kLong)};
+      label_parents = {at::zeros({1}, at::kLong)};
       labels = at::zeros({1}, at::kLong);
       return;
     }
@@ -109,11 +109,13 @@ struct TreeLayers {
     const Tensor first = tree->first_child.cpu(), parent = tree->parent.cpu(),
                  node_class = tree->node_class.cpu();
     const int64_t layers = tree->depth(), last = ends[layers - 1];
-    const Tensor inner = node_class.narrow(0, 0, last), early = inner.masked_select(inner.ge(0));
-    TORCH_CHECK_VALUE(early.numel() == 0, kName,
+    const Tensor inner = node_class.narrow(0, 0, last),
+                 inner_classes = inner.masked_select(inner.ge(0));
+    TORCH_CHECK_VALUE(inner_classes.numel() == 0, kName,
                       ": expected a tree with all labels on its last layer, as from_vectors makes "
                       "with max_leaf_size, got label ",
-                      early.numel() > 0 ? early[0].item<int64_t>() : -1, " above it");
+                      inner_classes.numel() > 0 ? inner_classes[0].item<int64_t>() : -1,
+                      " above it");
     for (int64_t depth = 0; depth < layers; ++depth) {
       const int64_t begin = depth > 0 ? ends[depth - 1] : 0, end = ends[depth];
       first_child.push_back(first.narrow(0, begin, end - begin + 1) - end);
@@ -121,7 +123,7 @@ struct TreeLayers {
     labels = node_class.narrow(0, last, ends[layers] - last).clone();
     Tensor node = tree->class_node.cpu();
     for (int64_t depth = layers; depth-- > 0; node = parent.index_select(0, node)) {
-      above.insert(above.begin(), node - ends[depth]);
+      label_parents.insert(label_parents.begin(), node - ends[depth]);
     }
   }
 
@@ -130,11 +132,11 @@ struct TreeLayers {
   }
   /// Returns, for each node of a layer, the rows that have a label below it.
   Lists lists(size_t depth, const SparseRowTensors& pairs, const Tensor& costs = {}) const {
-    return lists_of(above[depth].index_select(0, pairs.columns.to(at::kLong)),
+    return lists_of(label_parents[depth].index_select(0, pairs.columns.to(at::kLong)),
                     rows_of_pairs(pairs.offsets), nodes(depth), pairs.offsets.size(0) - 1, costs);
   }
 
-  std::vector<Tensor> first_child, above;
+  std::vector<Tensor> first_child, label_parents;
   Tensor labels; ///< label of each node of the last layer
 };
 
@@ -209,7 +211,7 @@ void check_options(const Options& options, const Examples& examples) {
 
 Tensor checked_relevance(const Options& options, const Examples& examples,
                          const SparseRowTensors& labels) {
-  if (!given(options.relevance())) {
+  if (!is_defined(options.relevance())) {
     return {};
   }
   const Tensor& relevance = *options.relevance();
@@ -257,17 +259,17 @@ Lists mined(const std::vector<std::vector<Tensor>>& parts, const SparseRowTensor
 }
 
 std::string layer_options(const Options& options, int64_t seed) {
-  LinearLayerOptions made;
-  made.loss = options.loss();
-  made.bias = options.bias();
-  made.positive_cost = options.positive_cost();
-  made.negative_cost = options.negative_cost();
-  made.tolerance = options.tolerance();
-  made.sweeps = options.sweeps();
-  made.threshold = options.threshold();
-  made.max_weights = options.max_weights();
-  made.seed = seed;
-  return print_options(made);
+  LinearLayerOptions result;
+  result.loss = options.loss();
+  result.bias = options.bias();
+  result.positive_cost = options.positive_cost();
+  result.negative_cost = options.negative_cost();
+  result.tolerance = options.tolerance();
+  result.sweeps = options.sweeps();
+  result.threshold = options.threshold();
+  result.max_weights = options.max_weights();
+  result.seed = seed;
+  return print_options(result);
 }
 
 } // namespace
@@ -337,8 +339,8 @@ c10::intrusive_ptr<XRLinear> XRLinear::train(const Examples& examples,
   const int64_t features = examples.num_features, count = rows.offsets.size(0) - 1;
   SparseRowTensors user;
   if (options.user_negatives().has_value()) {
-    const auto& [offsets, of_user] = *options.user_negatives();
-    user = pairs_of(kName, offsets, of_user, examples.num_labels);
+    const auto& [offsets, user_labels] = *options.user_negatives();
+    user = pairs_of(kName, offsets, user_labels, examples.num_labels);
     check::size(kName, "user_negatives", user.offsets, 0, count + 1, "the examples and one");
   }
   LabelTree tree = options.tree();
@@ -367,7 +369,7 @@ c10::intrusive_ptr<XRLinear> XRLinear::train(const Examples& examples,
       if (schemes[depth].contains("user")) {
         found.push_back(layers.lists(depth - 1, user));
       }
-      parents = united(found, count);
+      parents = merge_lists(found, count);
     }
     right = layers.lists(depth, labels, relevance);
     const auto [chunk, feature, more, child, value, figures] = linear_layer_train(

@@ -17,7 +17,7 @@ void finite_queries(const char* op, const char* arg, const at::Tensor& queries,
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
   at::Tensor bad = queries.isfinite().logical_not();
-  if (given(target) && bad.dim() >= 1) {
+  if (is_defined(target) && bad.dim() >= 1) {
     at::Tensor counts = target->ne(ignore_index);
     counts = counts.dim() == bad.dim() ? counts.any(-1, /*keepdim=*/true) : counts.unsqueeze(-1);
     bad = bad.logical_and(counts);

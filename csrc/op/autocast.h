@@ -14,15 +14,15 @@ namespace xsoftmax {
 /// kernel of inner ops, whose outer op has already chosen the dtypes, and of backward ops, which
 /// may also run inside an autocast region, where products of float32 gradients would be computed in
 /// lower precision.
-inline void below_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+inline void disable_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   op.callBoxed(stack);
 }
 
-/// Registers below_autocast for several ops, in a block that registers autocast kernels.
-inline void below_autocast(torch::Library& library, std::initializer_list<const char*> ops) {
+/// Registers disable_autocast for several ops, in a block that registers autocast kernels.
+inline void disable_autocast(torch::Library& library, std::initializer_list<const char*> ops) {
   for (const char* op : ops) {
-    library.impl(op, torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+    library.impl(op, torch::CppFunction::makeFromBoxedFunction<disable_autocast>());
   }
 }
 
@@ -38,7 +38,7 @@ struct CastOperands {
     this->input = at::autocast::cached_cast(dtype, input, device);
     this->weight = at::autocast::cached_cast(dtype, weight, device);
     this->bias =
-        given(bias) ? OptionalTensor(at::autocast::cached_cast(dtype, *bias, device)) : bias;
+        is_defined(bias) ? OptionalTensor(at::autocast::cached_cast(dtype, *bias, device)) : bias;
   }
 };
 

@@ -150,8 +150,8 @@ void broadcasts(const char* op, const char* arg, const at::Tensor& tensor, const
                 const at::Tensor& reference) {
   bool fits = true;
   for (int64_t axis = 1; axis <= std::min(tensor.dim(), reference.dim()); ++axis) {
-    const c10::SymInt size = tensor.sym_size(-axis), of_other = reference.sym_size(-axis);
-    fits = fits && (size == of_other || size == 1 || of_other == 1);
+    const c10::SymInt size = tensor.sym_size(-axis), other_size = reference.sym_size(-axis);
+    fits = fits && (size == other_size || size == 1 || other_size == 1);
   }
   TORCH_CHECK_VALUE(fits, op, ": expected ", arg, " of a shape that broadcasts with that of ",
                     other, ", ", reference.sym_sizes(), ", got ", tensor.sym_sizes());
@@ -169,10 +169,10 @@ bool is_plain(const at::Tensor& tensor) {
       !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
 }
 
-namespace { std::atomic<bool> reads_on_host = true; } // namespace
+namespace { std::atomic<bool> host_readable = true; } // namespace
 
-void let_host_read(bool reads) { reads_on_host = reads; }
-bool host_reads() { return reads_on_host.load(std::memory_order_relaxed); }
+void let_host_read(bool reads) { host_readable = reads; }
+bool host_can_read() { return host_readable.load(std::memory_order_relaxed); }
 
 namespace {
 
@@ -182,18 +182,19 @@ bool is_plain_on_cpu(const at::Tensor& tensor) {
 
 } // namespace
 
-bool can_read(const at::Tensor& tensor) { return host_reads() && is_plain_on_cpu(tensor); }
+bool can_read(const at::Tensor& tensor) { return host_can_read() && is_plain_on_cpu(tensor); }
 
 bool has_gradient(const at::Tensor& tensor) {
   return tensor.requires_grad() || tensor._fw_grad(0).defined();
 }
 
-// Reads CPU scalars directly even if host_reads() is false: modules keep these scalars on the CPU.
-int64_t number_of(const at::Tensor& tensor) {
+// Reads CPU scalars directly even if host_can_read() is false: modules keep these scalars on the
+// CPU.
+int64_t int64_item(const at::Tensor& tensor) {
   return is_plain_on_cpu(tensor) ? *tensor.const_data_ptr<int64_t>() : tensor.item<int64_t>();
 }
 
-void add_to_number(const at::Tensor& tensor, int64_t amount) {
+void add_to_item(const at::Tensor& tensor, int64_t amount) {
   if (!can_read(tensor)) {
     tensor.add_(amount);
     return;
@@ -202,8 +203,8 @@ void add_to_number(const at::Tensor& tensor, int64_t amount) {
   tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-void given_tensors(const char* op,
-                   std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors) {
+void strided_tensors(const char* op,
+                     std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors) {
   for (const auto& [name, tensor] : tensors) {
     strided(op, name, *tensor);
   }
@@ -217,7 +218,7 @@ void linear(const char* op, const at::Tensor& input, const at::Tensor& weight,
   same_dtype(op, "weight", weight, "input", input);
   same_device(op, "weight", weight, "input", input);
   size(op, "weight", weight, 1, input.sym_size(1), "the width of input");
-  if (given(bias)) {
+  if (is_defined(bias)) {
     dim(op, "bias", *bias, 1);
     same_dtype(op, "bias", *bias, "input", input);
     same_device(op, "bias", *bias, "input", input);
@@ -249,11 +250,11 @@ void offsets(const char* op, const char* arg, const at::Tensor& offsets, int64_t
   const int64_t* offset = flat.const_data_ptr<int64_t>();
   const int64_t count = flat.numel();
   TORCH_CHECK_VALUE(offset[0] == 0, op, ": expected ", arg, "[0] to be 0, got ", offset[0]);
-  bool falls = false; // a first pass without branches; a second one only to report an error
+  bool decreases = false; // a first pass without branches; a second one only to report an error
   for (int64_t i = 1; i < count; ++i) {
-    falls |= offset[i] < offset[i - 1];
+    decreases |= offset[i] < offset[i - 1];
   }
-  for (int64_t i = 1; falls && i < count; ++i) {
+  for (int64_t i = 1; decreases && i < count; ++i) {
     TORCH_CHECK_VALUE(offset[i] >= offset[i - 1], op, ": expected ", arg, " that never fall, got ",
                       offset[i], " after ", offset[i - 1], " at [", i, "]");
   }

@@ -108,10 +108,11 @@ __device__ inline T block_inclusive_sum(T value, T* total, T* storage) {
     storage[threadIdx.x / kWarp] = sum;
   }
   __syncthreads();
-  const T of_warp = warp_inclusive_sum(lane() < int(blockDim.x / kWarp) ? storage[lane()] : T(0));
-  *total = __shfl_sync(kAllLanes, of_warp, kWarp - 1);
+  const T warp_total =
+      warp_inclusive_sum(lane() < int(blockDim.x / kWarp) ? storage[lane()] : T(0));
+  *total = __shfl_sync(kAllLanes, warp_total, kWarp - 1);
   const int warp = int(threadIdx.x) / kWarp;
-  const T before = __shfl_sync(kAllLanes, of_warp, warp > 0 ? warp - 1 : 0);
+  const T before = __shfl_sync(kAllLanes, warp_total, warp > 0 ? warp - 1 : 0);
   return sum + (warp > 0 ? before : T(0));
 }
 #endif

@@ -235,11 +235,12 @@ void guard(torch::Library& m, const c10::OperatorHandle& op, DispatchKey key) {
 }
 
 void guard_operator(torch::Library& m, const c10::OperatorHandle& op,
-                    std::span<const OwnKernel> own) {
+                    std::span<const OwnKernel> own_kernels) {
   const auto& arguments = op.schema().arguments();
   const std::string name = name_of(op);
   const auto has = [&](DispatchKey key) {
-    return std::find(own.begin(), own.end(), OwnKernel(name, key)) != own.end();
+    return std::find(own_kernels.begin(), own_kernels.end(), OwnKernel(name, key)) !=
+        own_kernels.end();
   };
   for (const DispatchKey key : kOtherLayouts) {
     if (!has(key)) {
@@ -264,7 +265,7 @@ void guard_operator(torch::Library& m, const c10::OperatorHandle& op,
 } // namespace
 
 void define_guarded(torch::Library& m, void (*define)(torch::Library&),
-                    std::span<const OwnKernel> own) {
+                    std::span<const OwnKernel> own_kernels) {
   // Added once and never removed: a new listener is first notified of every operator of torch.
   static auto* const listening = new c10::RegistrationHandleRAII(
       c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<NewOperators>()));
@@ -274,7 +275,7 @@ void define_guarded(torch::Library& m, void (*define)(torch::Library&),
   define(m);
   NewOperators::defined = nullptr;
   for (const c10::OperatorHandle& op : defined) {
-    guard_operator(m, op, own);
+    guard_operator(m, op, own_kernels);
   }
 }
 

@@ -35,7 +35,7 @@ struct Watch {
 };
 thread_local std::optional<Watch> current_watch;
 
-int64_t* watched_numbers() {
+int64_t* progress_numbers() {
   return current_watch.has_value() ? current_watch->numbers.mutable_data_ptr<int64_t>() : nullptr;
 }
 
@@ -98,7 +98,7 @@ ProgressHandler set_progress_handler(ProgressHandler handler) {
 LongWork::LongWork(const char* op, int64_t total)
     : op_(op), outer_(current_work), total_(total),
       reports_progress_(outer_ == nullptr || outer_->total_ == 0), interrupts_(interrupts.load()),
-      numbers_(watched_numbers()), last_report_(std::chrono::steady_clock::now()) {
+      numbers_(progress_numbers()), last_report_(std::chrono::steady_clock::now()) {
   if (outer_ == nullptr) {
     current_work = this;
   }
@@ -116,7 +116,7 @@ LongWork::~LongWork() {
 
 LongWork* LongWork::current() { return current_work; }
 
-bool LongWork::asked_to_stop() const {
+bool LongWork::stop_requested() const {
   return interrupts.load(std::memory_order_relaxed) != interrupts_ ||
       (numbers_ != nullptr && __atomic_load_n(numbers_ + 2, __ATOMIC_RELAXED) != 0);
 }

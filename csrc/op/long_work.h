@@ -51,7 +51,7 @@ class LongWork {
   /// Whether the work should stop. May be called from any thread.
   bool stopped() const {
     return outer_ != nullptr ? outer_->stopped()
-                             : failed_.load(std::memory_order_relaxed) || asked_to_stop();
+                             : failed_.load(std::memory_order_relaxed) || stop_requested();
   }
   /// Adds `done` to the progress. May be called from any thread. On the thread that opened the
   /// work, it may call the progress handler and rethrow the handler's exception.
@@ -60,7 +60,7 @@ class LongWork {
   void check() const;
 
  private:
-  bool asked_to_stop() const;
+  bool stop_requested() const;
 
   const char* op_;
   LongWork* const outer_;

@@ -31,9 +31,10 @@ namespace xsoftmax {
 /// guard.
 using OwnKernel = std::pair<std::string_view, c10::DispatchKey>;
 
-/// Runs `define` and registers guards for the operators that it defines, except those in `own`.
+/// Runs `define` and registers guards for the operators that it defines, except those in
+/// `own_kernels`.
 void define_guarded(torch::Library& m, void (*define)(torch::Library&),
-                    std::span<const OwnKernel> own);
+                    std::span<const OwnKernel> own_kernels);
 
 } // namespace xsoftmax
 

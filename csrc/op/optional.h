@@ -11,7 +11,9 @@ namespace xsoftmax {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-inline bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+inline bool is_defined(const OptionalTensor& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
 inline OptionalTensor optional(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }

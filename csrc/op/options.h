@@ -39,14 +39,14 @@ class OptionReader {
 
   template <typename Field>
   void operator()(const char* name, Field& field) {
-    if (found_ < 0 && key_ == name) {
-      found_ = index_;
+    if (found_index_ < 0 && key_ == name) {
+      found_index_ = index_;
       read(field);
     }
     ++index_;
   }
   /// Returns the position of the field that was read, or -1 if no field has that name.
-  int found() const { return found_; }
+  int found() const { return found_index_; }
 
  private:
   void read(bool& field) const;
@@ -65,7 +65,7 @@ class OptionReader {
 
   const char* op_;
   std::string_view key_, value_;
-  int index_ = 0, found_ = -1;
+  int index_ = 0, found_index_ = -1;
 };
 
 class OptionPrinter {

@@ -34,13 +34,13 @@ bool can_read(const at::Tensor& tensor);
 bool has_gradient(const at::Tensor& tensor);
 
 /// Returns the value of a 0-dim int64 tensor. Synchronises with its device.
-int64_t number_of(const at::Tensor& tensor);
+int64_t int64_item(const at::Tensor& tensor);
 
 /// Adds `amount` to a 0-dim int64 tensor, in place.
-void add_to_number(const at::Tensor& tensor, int64_t amount);
+void add_to_item(const at::Tensor& tensor, int64_t amount);
 /// Applies check::strided to each of `tensors`. For code that runs before the operator's own
 /// checks, such as an autograd::Function, which does not accept None.
-void given_tensors(const char* op,
-                   std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors);
+void strided_tensors(const char* op,
+                     std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors);
 
 } // namespace xsoftmax::check

@@ -44,15 +44,15 @@ bool is_in_file(const Tensor& table) {
 MappedState mapped_state(const Tensor& table, std::string rows_op,
                          const std::vector<const char*>& names, at::TensorList like,
                          double initial) {
-  MappedFile& of_table = *MappedFile::of(table);
+  MappedFile& table_file = *MappedFile::of(table);
   const std::string kind = rows_op.substr(0, rows_op.size() - kRows.size()),
-                    path = of_table.path() + "." + kind;
+                    path = table_file.path() + "." + kind;
   // Widest elements first, so that each tensor is aligned at the end of the previous one.
   std::vector<size_t> order(like.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t a, size_t b) { return like[a].itemsize() > like[b].itemsize(); });
-  MappedHeader header{FileState::kBegun, kind, of_table.header().table, {}};
+  MappedHeader header{FileState::kBegun, kind, table_file.header().table, {}};
   for (const size_t i : order) {
     header.tensors.push_back({names[i], like[i].scalar_type(), like[i].sizes().vec()});
   }
@@ -60,9 +60,10 @@ MappedState mapped_state(const Tensor& table, std::string rows_op,
   std::shared_ptr<MappedFile> file;
   if (existed) {
     file = MappedFile::open(
-        kind.c_str(), path, /*writable=*/true, of_table.recovered(), [&](const MappedFile& found) {
+        kind.c_str(), path, /*writable=*/true, table_file.recovered(),
+        [&](const MappedFile& found) {
           TORCH_CHECK_VALUE(found.header().kind == kind && found.header().table == header.table,
-                            kind, ": expected ", path, " as state of the table ", of_table.path(),
+                            kind, ": expected ", path, " as state of the table ", table_file.path(),
                             ", got that of another one: delete it to begin anew");
           TORCH_CHECK_VALUE(
               found.header().tensors == header.tensors, kind, ": expected ", path,
@@ -79,11 +80,11 @@ MappedState mapped_state(const Tensor& table, std::string rows_op,
       throw;
     }
   }
-  of_table.put_beside(file);
-  const std::vector<Tensor> laid_out = file->tensors();
+  table_file.add_companion(file);
+  const std::vector<Tensor> file_tensors = file->tensors();
   MappedState state{std::vector<Tensor>(like.size()), existed};
   for (size_t i = 0; i < order.size(); ++i) {
-    state.tensors[order[i]] = laid_out[i];
+    state.tensors[order[i]] = file_tensors[i];
   }
   return state;
 }

@@ -93,7 +93,7 @@ void flush_rows(const RowRule& rule, const Tensor& param, const std::vector<Tens
   rule.find<void(const Tensor&, at::TensorList)>("_flush_").call(param, state);
 }
 
-bool keeps_rows(const RowParamState& state) {
+bool has_row_state(const RowParamState& state) {
   return state.tensors.at("step").scalar_type() == at::kLong;
 }
 
@@ -146,7 +146,7 @@ void check_loaded(const RowRule& rule, const Tensor& param, const std::string& t
     TORCH_CHECK_VALUE(known, rule.name, ": expected no ", name, " in its state, got one of ",
                       names(), ", which is that of another optimizer. ", kOtherArchive);
   }
-  if (!keeps_rows(state)) {
+  if (!has_row_state(state)) {
     return;
   }
   std::vector<Tensor> tensors;
@@ -340,7 +340,7 @@ void RowOptimizer::load(InputArchive& archive) {
     const auto open =
         rule_.find<std::vector<Tensor>(const Tensor&, bool, std::string_view)>("_state");
     for_loaded([&](const Tensor& param, const AnyOptions& options, const RowParamState& state) {
-      if (is_in_file(param) && keeps_rows(state)) {
+      if (is_in_file(param) && has_row_state(state)) {
         files[param.unsafeGetTensorImpl()] = open.call(param, true, rule_.text(options));
         table_changes(param);
       }

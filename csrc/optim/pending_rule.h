@@ -20,7 +20,7 @@ struct PendingRule {
                             const PendingSteps::Coefficients& coefficients, bool kernel) {
     if (PendingSteps::coefficients(state.back()) != coefficients) {
       catch_up(param, state, coefficients, /*rebase=*/true, kernel);
-    } else if (PendingSteps::full(state.back(), step_of(state))) {
+    } else if (PendingSteps::is_full(state.back(), step_of(state))) {
       flush(param, state, kernel);
     }
     return PendingSteps(state.back(), step_of(state), Rule::ratio_of(coefficients));

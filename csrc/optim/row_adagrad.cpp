@@ -98,7 +98,7 @@ struct AdagradRule {
       item.state[kSum].addcmul_(g, g);
       const Tensor slower = (item.state[kCount].to(at::kDouble) - 1) * options.lr_decay() + 1;
       const Tensor divisor = item.state[kSum].sqrt().add_(options.eps()).mul_(slower);
-      if (given(item.lr)) {
+      if (is_defined(item.lr)) {
         item.param.sub_(g.div(divisor).mul_(scalar_of(*item.lr)));
       } else {
         item.param.addcdiv_(g, divisor, -options.lr());
@@ -120,12 +120,12 @@ void row_adagrad_rows_reference(const RowAdagradUpdate& u, const Tensor& rows,
   const Tensor next =
       u.sum.index_select(0, ids) + (u.sum.dim() < u.param.dim() ? squares.mean(1) : squares);
   u.sum.index_copy_(0, ids,
-                    rounded_rows(next, ids, u.step, u.sum.scalar_type(), RoundingOf::State)
+                    rounded_rows(next, ids, u.step, u.sum.scalar_type(), RoundingTarget::State)
                         .to(u.sum.scalar_type()));
   const Tensor root = next.sqrt().add(u.eps);
   Tensor moved = old - g.div(root.dim() < g.dim() ? root.unsqueeze(1) : root).mul(u.lr);
   if (u.stochastic_rounding) {
-    moved = rounded_rows(moved, ids, u.step, u.param.scalar_type(), RoundingOf::Table);
+    moved = rounded_rows(moved, ids, u.step, u.param.scalar_type(), RoundingTarget::Table);
   }
   u.param.index_copy_(0, ids, moved.to(u.param.scalar_type()));
 }

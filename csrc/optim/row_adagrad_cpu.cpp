@@ -17,11 +17,11 @@ void row_adagrad_rows_cpu(const RowAdagradUpdate& update, const Tensor& rows,
     const RowView<T> table = row_view<T>(update.param);
     const RowView<M> row_sums = one_sum ? row_view<M>(update.sum) : RowView<M>{};
     const RowView<S> sums = one_sum ? RowView<S>{} : row_view<S>(update.sum);
-    const StepRounding of_step = step_rounding(update.step, update.stochastic_rounding);
+    const StepRounding rounding = step_rounding(update.step, update.stochastic_rounding);
     const auto kernel = [&](int64_t row, const M* g, int64_t ahead) {
       row_sums.prefetch(ahead);
       const RowsAhead<T, S> rows{table.ahead(ahead), {sums.ahead(ahead)}};
-      const RowRounding random = rounding_of<T, S>(of_step, row);
+      const RowRounding random = rounding_of<T, S>(rounding, row);
       if (one_sum) {
         kernels.adagrad_row(table[row], row_sums[row], g, step, random, table.width, rows);
       } else {

@@ -36,7 +36,7 @@ struct AdagradRows {
 
   __device__ M read(int64_t row) const { return kRowWise ? M(*sum[row]) : M(0); }
 
-  template <bool kAlone>
+  template <bool kOneThread>
   __device__ Row begin(int64_t row, M old) const {
     const M lr = M(row_adagrad_rate(rate(), numbers.lr_decay, *steps + 1));
     return {{lr, M(numbers.weight_decay), M(numbers.eps)},
@@ -71,38 +71,38 @@ struct AdagradRows {
     return result;
   }
 
-  __device__ void with_squares(Row& of_row, M mean) const {
-    of_row.sum += mean;
-    of_row.rate = adagrad_row_rate(of_row.sum, of_row.step);
+  __device__ void set_mean_square(Row& row_update, M mean) const {
+    row_update.sum += mean;
+    row_update.rate = adagrad_row_rate(row_update.sum, row_update.step);
   }
 
   template <int N>
-  __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d,
+  __device__ void update(const Row& row_update, Elements<N> old, int64_t row, int64_t d,
                          const M (&g)[N]) const {
     M next[N], sums[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const M w = M(old.param.values[i]);
       if constexpr (kRowWise) {
-        next[i] = w - of_row.rate * (g[i] + of_row.step.weight_decay * w);
+        next[i] = w - row_update.rate * (g[i] + row_update.step.weight_decay * w);
       } else {
         sums[i] = M(old.sums.values[i]);
-        next[i] = adagrad_element(w, sums[i], g[i], of_row.step);
+        next[i] = adagrad_element(w, sums[i], g[i], row_update.step);
       }
     }
     if constexpr (!kRowWise) {
-      round_pack<S>(sums, of_row.random, d, StateBits());
+      round_pack<S>(sums, row_update.random, d, StateBits());
       store_pack(sum[row] + d, sums);
     }
-    if (of_row.random.table) {
-      round_pack<T>(next, of_row.random, d, TableBits());
+    if (row_update.random.table) {
+      round_pack<T>(next, row_update.random, d, TableBits());
     }
     store_pack(param[row] + d, next);
   }
 
-  __device__ void finish(const Row& of_row, int64_t row) const {
+  __device__ void finish(const Row& row_update, int64_t row) const {
     if constexpr (kRowWise) {
-      *sum[row] = S(of_row.sum);
+      *sum[row] = S(row_update.sum);
     }
   }
 };
@@ -124,8 +124,8 @@ void step_rows_of(const Tensor& param, TensorList state, const GradientOfRows& g
 
 void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient,
                const RowAdagradNumbers& numbers, const OptionalTensor& lr) {
-  Tensor kept;
-  const LearningRate rate = learning_rate(numbers.lr, lr, param, kept);
+  Tensor lr_storage;
+  const LearningRate rate = learning_rate(numbers.lr, lr, param, lr_storage);
   dispatch_rows(param, state[kSum], [&](auto zero, auto zero_state) {
     using T = decltype(zero);
     using S = decltype(zero_state);
@@ -140,7 +140,7 @@ void step_rows(const Tensor& param, TensorList state, const GradientOfRows& grad
   state[kCount].add_(1);
 }
 
-bool fits(const Tensor& param, TensorList state) {
+bool supports_kernel(const Tensor& param, TensorList state) {
   return !use_reference() && has_row_view(param) && has_row_view(state[kSum]);
 }
 
@@ -149,7 +149,7 @@ void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& 
                            const OptionalTensor& lr) {
   const RowAdagradNumbers numbers = check_row_adagrad_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
-  if (fits(param, state)) {
+  if (supports_kernel(param, state)) {
     step_rows(param, state, {rows, values}, numbers, lr);
   } else {
     row_adagrad_rows_composite(param, state, rows, values, options, lr);
@@ -161,7 +161,7 @@ void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& 
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
   m.impl("row_adagrad_rows_", row_adagrad_rows_cuda);
   m.impl("row_adagrad_terms_",
-         step_by_terms<row_adagrad_terms, fits, step_rows, row_adagrad_rows_cuda>);
+         step_by_terms<row_adagrad_terms, supports_kernel, step_rows, row_adagrad_rows_cuda>);
 }
 
 } // namespace xsoftmax

@@ -29,7 +29,7 @@ enum State { kCount, kExpAvg, kExpAvgSq, kLastStep, kPending };
 double power(double beta, int64_t step) { return std::pow(beta, double(step)); }
 
 // Returns first / root, or 0 where the root is 0 because a row has no moments yet.
-Tensor over_root(const Tensor& first, const Tensor& root) {
+Tensor divide_by_root(const Tensor& first, const Tensor& root) {
   return at::where(root.eq(0), 0.0, first / root);
 }
 
@@ -134,13 +134,13 @@ struct AdamRule : PendingRule<AdamRule> {
                           std::get<1>(options.betas()), options.weight_decay(), options.eps(),
                           /*amsgrad=*/false, options.maximize());
       };
-      given(lr) ? step(scalar_of(*lr).to(at::kFloat)) : step(options.lr());
+      is_defined(lr) ? step(scalar_of(*lr).to(at::kFloat)) : step(options.lr());
       return;
     }
     for (const auto& item : items) {
       const Tensor step = item.state[kCount].to(at::kDouble);
       const Tensor &first = item.state[kExpAvg], &second = item.state[kExpAvgSq];
-      if (given(lr)) {
+      if (is_defined(lr)) {
         item.param.mul_(1 - scalar_of(*lr) * options.weight_decay());
       } else {
         item.param.mul_(1 - options.lr() * options.weight_decay());
@@ -150,7 +150,7 @@ struct AdamRule : PendingRule<AdamRule> {
       const Tensor root =
           second.sqrt().div_((1 - at::pow(at::Scalar(beta2), step)).sqrt_()).add_(options.eps());
       root.mul_(1 - at::pow(at::Scalar(beta1), step));
-      if (given(lr)) {
+      if (is_defined(lr)) {
         item.param.sub_((first / root).mul_(scalar_of(*lr)));
       } else {
         item.param.addcdiv_(first, root, -options.lr());
@@ -163,14 +163,15 @@ struct AdamRule : PendingRule<AdamRule> {
 
 void check_row_adam_state(const char* op, const Tensor& param, TensorList state) {
   if (state.size() != AdamRule::kRowState) {
-    wrong_state(op, 0, AdamRule::kRowState, state.size());
+    report_wrong_state(op, 0, AdamRule::kRowState, state.size());
   }
   check_row_step(op, state[kCount], param);
   const Tensor &first = state[kExpAvg], &second = state[kExpAvgSq];
   const auto wide = opmath_dtype(param.scalar_type());
   check_element_state(op, "exp_avg", first, param);
-  const bool of_rows = second.dim() == 1 && (param.dim() != 1 || second.scalar_type() == wide);
-  check_row_state(op, "exp_avg_sq", second, param, !of_rows, of_rows ? wide : first.scalar_type());
+  const bool is_row_wise = second.dim() == 1 && (param.dim() != 1 || second.scalar_type() == wide);
+  check_row_state(op, "exp_avg_sq", second, param, !is_row_wise,
+                  is_row_wise ? wide : first.scalar_type());
   check_row_state(op, "last_step", state[kLastStep], param, false, at::kInt);
   PendingSteps::check(op, state[kPending], param);
 }
@@ -181,7 +182,7 @@ void flush_row_adam(const Tensor& param, TensorList state) {
 }
 
 // Reshapes a single second moment per row so that it broadcasts over the first.
-static Tensor beside(const Tensor& second, const Tensor& first) {
+static Tensor broadcast_to(const Tensor& second, const Tensor& first) {
   return second.dim() < first.dim() ? second.unsqueeze(1) : second;
 }
 
@@ -189,7 +190,7 @@ static Tensor beside(const Tensor& second, const Tensor& first) {
 static Tensor pending_movement(const RowAdamUpdate& u, const Tensor& s, const Tensor& movement,
                                const Tensor& first, const Tensor& second) {
   const Tensor scale = (1 - at::pow(at::Scalar(u.beta2), s.to(at::kDouble))).sqrt() * u.eps;
-  return over_root(first, beside(second, first).sqrt() + per_row(scale, first)) *
+  return divide_by_root(first, broadcast_to(second, first).sqrt() + per_row(scale, first)) *
       per_row(movement, first);
 }
 
@@ -201,25 +202,27 @@ void row_adam_rows_reference(const RowAdamUpdate& u, const Tensor& rows, const T
   const Tensor old_first = u.exp_avg.index_select(0, ids).to(g.scalar_type()),
                old_second = u.exp_avg_sq.index_select(0, ids).to(g.scalar_type());
   const Tensor pending = pending_movement(u, s, movement * u.decay, old_first, old_second);
-  const auto kept = [&](const Tensor& moment, double beta) {
+  const auto decayed = [&](const Tensor& moment, double beta) {
     return moment * per_row(at::pow(at::Scalar(beta), count), moment);
   };
   const Tensor squares = old_second.dim() < g.dim() ? g.square().mean(1) : g.square();
-  const Tensor first = kept(old_first, u.beta1) + g.mul(1 - u.beta1),
-               second = kept(old_second, u.beta2) + squares.mul(1 - u.beta2);
-  const auto put = [&, &ids = ids](const Tensor& table, const Tensor& next, bool by_chance,
-                                   RoundingOf of) {
-    table.index_copy_(0, ids,
-                      (by_chance ? rounded_rows(next, ids, u.step, table.scalar_type(), of) : next)
-                          .to(table.scalar_type()));
+  const Tensor first = decayed(old_first, u.beta1) + g.mul(1 - u.beta1),
+               second = decayed(old_second, u.beta2) + squares.mul(1 - u.beta2);
+  const auto store_rounded = [&, &ids = ids](const Tensor& table, const Tensor& next,
+                                             bool stochastic, RoundingTarget rounding_target) {
+    table.index_copy_(
+        0, ids,
+        (stochastic ? rounded_rows(next, ids, u.step, table.scalar_type(), rounding_target) : next)
+            .to(table.scalar_type()));
   };
-  put(u.exp_avg, first, true, RoundingOf::State);
-  put(u.exp_avg_sq, second, true, RoundingOf::SecondState);
-  const Tensor root = beside(second, g).sqrt() / std::sqrt(1 - power(u.beta2, u.step)) + u.eps;
-  const Tensor moved = over_root(first, root) * (u.lr / (1 - power(u.beta1, u.step)));
+  store_rounded(u.exp_avg, first, true, RoundingTarget::State);
+  store_rounded(u.exp_avg_sq, second, true, RoundingTarget::SecondState);
+  const Tensor root =
+      broadcast_to(second, g).sqrt() / std::sqrt(1 - power(u.beta2, u.step)) + u.eps;
+  const Tensor moved = divide_by_root(first, root) * (u.lr / (1 - power(u.beta1, u.step)));
   const Tensor old =
       u.param.index_select(0, ids).to(g.scalar_type()).mul(per_row(decay * u.decay, g));
-  put(u.param, old - pending - moved, u.stochastic_rounding, RoundingOf::Table);
+  store_rounded(u.param, old - pending - moved, u.stochastic_rounding, RoundingTarget::Table);
 }
 
 void row_adam_flush_reference(const RowAdamUpdate& u) {
@@ -227,18 +230,20 @@ void row_adam_flush_reference(const RowAdamUpdate& u) {
   const auto wide = opmath_dtype(u.param.scalar_type());
   const Tensor first = u.exp_avg.to(wide), second = u.exp_avg_sq.to(wide),
                pending = pending_movement(u, u.last_step, movement, first, second);
-  const auto put = [&](const Tensor& table, const Tensor& next, bool by_chance, RoundingOf of) {
-    table.copy_(by_chance ? rounded_rows(next, all_rows(u.param), u.step, table.scalar_type(), of)
-                          : next);
+  const auto store_rounded = [&](const Tensor& table, const Tensor& next, bool stochastic,
+                                 RoundingTarget rounding_target) {
+    table.copy_(stochastic ? rounded_rows(next, all_rows(u.param), u.step, table.scalar_type(),
+                                          rounding_target)
+                           : next);
   };
-  put(u.param, u.param.to(wide).mul(per_row(decay, first)) - pending, u.stochastic_rounding,
-      RoundingOf::Table);
+  store_rounded(u.param, u.param.to(wide).mul(per_row(decay, first)) - pending,
+                u.stochastic_rounding, RoundingTarget::Table);
   if (u.rebase) {
     const Tensor count = u.last_step.neg().add(u.step).to(at::kDouble);
-    put(u.exp_avg, first.mul(per_row(at::pow(at::Scalar(u.beta1), count), first)), true,
-        RoundingOf::State);
-    put(u.exp_avg_sq, second.mul(per_row(at::pow(at::Scalar(u.beta2), count), second)), true,
-        RoundingOf::SecondState);
+    store_rounded(u.exp_avg, first.mul(per_row(at::pow(at::Scalar(u.beta1), count), first)), true,
+                  RoundingTarget::State);
+    store_rounded(u.exp_avg_sq, second.mul(per_row(at::pow(at::Scalar(u.beta2), count), second)),
+                  true, RoundingTarget::SecondState);
     u.last_step.copy_(at::where(u.last_step.eq(0), u.last_step, u.step));
   }
 }

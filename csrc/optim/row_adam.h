@@ -99,20 +99,21 @@ XS_HOST_DEVICE inline double row_adam_pending_rate(double lr, double beta1_power
   return lr * std::sqrt(1 - beta2_power) / (1 - beta1_power);
 }
 
-/// Returns the coefficients of a row whose last gradient was in step s. kept1 and kept2 are beta1
-/// and beta2 to the power of the number of steps since (exponent 0 if the moments stay unchanged);
-/// before is beta2^s; `decay` is that of the current step.
+/// Returns the coefficients of a row whose last gradient was in step s. first_factor and
+/// second_factor are beta1 and beta2 to the power of the number of steps since (exponent 0 if the
+/// moments stay unchanged); before is beta2^s; `decay` is that of the current step.
 template <typename M>
 XS_HOST_DEVICE AdamStep<M> row_adam_coefficients(const RowAdamNumbers& n,
                                                  const PendingEntry& pending, double decay,
-                                                 double step_size, double scale, double kept1,
-                                                 double kept2, double before) {
+                                                 double step_size, double scale,
+                                                 double first_factor, double second_factor,
+                                                 double before) {
   return {M(pending.decay * decay),
           M(step_size),
           M(scale),
-          M(kept1),
+          M(first_factor),
           M(1 - n.beta1),
-          M(kept2),
+          M(second_factor),
           M(1 - n.beta2),
           M(n.eps),
           M(pending.movement * decay),

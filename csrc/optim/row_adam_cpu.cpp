@@ -48,14 +48,15 @@ class AdamRows {
   }
 
   // g: nullptr in a flush. ahead: as in update_rows.
-  void update(int64_t row, const M* g, ByStep<AdamStep<M>>& by_step, int64_t ahead = -1) const {
+  void update(int64_t row, const M* g, StepCache<AdamStep<M>>& step_cache,
+              int64_t ahead = -1) const {
     last_step_.prefetch(ahead);
     row_moment_.prefetch(ahead);
     const int32_t s = *last_step_[row];
     if (g == nullptr && s >= update_.step) {
       return;
     }
-    const AdamStep<M>& step = by_step.of(s, [this](int64_t from) { return coefficients(from); });
+    const AdamStep<M>& step = step_cache.of(s, [this](int64_t from) { return coefficients(from); });
     if (g == nullptr && s == 0 && step.decay == 1) {
       return;
     }
@@ -95,9 +96,9 @@ void row_adam_rows_cpu(const RowAdamUpdate& update, const Tensor& rows, const Te
         update.param, rows.contiguous(), values.contiguous(),
         [&](int64_t row) { task.prefetch(row); },
         [&] {
-          return [&, by_step = ByStep<AdamStep<opmath<T>>>()](int64_t row, const opmath<T>* g,
-                                                              int64_t ahead) mutable {
-            task.update(row, g, by_step, ahead);
+          return [&, step_cache = StepCache<AdamStep<opmath<T>>>()](int64_t row, const opmath<T>* g,
+                                                                    int64_t ahead) mutable {
+            task.update(row, g, step_cache, ahead);
           };
         });
   });
@@ -108,8 +109,8 @@ void row_adam_flush_cpu(const RowAdamUpdate& update) {
     using T = decltype(zero);
     const AdamRows<T, decltype(zero_state)> task(update);
     update_all_rows(update.param, task.width(), [&] {
-      return [&, by_step = ByStep<AdamStep<opmath<T>>>()](int64_t row) mutable {
-        task.update(row, nullptr, by_step);
+      return [&, step_cache = StepCache<AdamStep<opmath<T>>>()](int64_t row) mutable {
+        task.update(row, nullptr, step_cache);
       };
     });
   });

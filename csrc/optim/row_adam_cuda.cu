@@ -26,7 +26,7 @@ struct AdamRows {
   DeviceRows<S> exp_avg;
   DeviceRows<Second> exp_avg_sq;
   DeviceRows<int32_t> last_step;
-  Deferred deferred;
+  DevicePendingSteps device_pending;
   RowAdamNumbers numbers; // of the current step
   LearningRate lr;
   StepDecay decay;
@@ -48,17 +48,17 @@ struct AdamRows {
     return {*last_step[row], kRowWise ? M(*exp_avg_sq[row]) : M(0)};
   }
 
-  template <bool kAlone>
+  template <bool kOneThread>
   __device__ Row begin(int64_t row, Old old) const {
-    const int64_t s = old.step, t = *deferred.step + 1;
+    const int64_t s = old.step, t = *device_pending.step + 1;
     const RowAdamNumbers& n = numbers;
     double power[5];
-    powers<kAlone>(
+    powers<kOneThread>(
         power, [&](int i) { return i == 0 || i == 3 ? n.beta1 : n.beta2; },
         [&](int i) { return i < 2 ? t - s : (i == 2 ? s : t); });
     const double step_size = row_adam_step_size(lr(), power[3]), scale = row_adam_scale(power[4]);
-    const auto step = row_adam_coefficients<M>(n, deferred.entry_of(s, ratio), decay(), step_size,
-                                               scale, power[0], power[1], power[2]);
+    const auto step = row_adam_coefficients<M>(n, device_pending.entry_of(s, ratio), decay(),
+                                               step_size, scale, power[0], power[1], power[2]);
     return {step,
             int32_t(t),
             rounding_of<T, S>(t, row, n.stochastic_rounding),
@@ -94,38 +94,40 @@ struct AdamRows {
     return result;
   }
 
-  __device__ void with_squares(Row& of_row, M mean) const {
-    of_row.second = of_row.step.keep2 * of_row.second + of_row.step.take2 * mean;
-    of_row.rate = adam_row_rate(of_row.second, of_row.step);
+  __device__ void set_mean_square(Row& row_update, M mean) const {
+    row_update.second =
+        row_update.step.second_factor * row_update.second + row_update.step.one_minus_beta2 * mean;
+    row_update.rate = adam_row_rate(row_update.second, row_update.step);
   }
 
   template <int N>
-  __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d,
+  __device__ void update(const Row& row_update, Elements<N> old, int64_t row, int64_t d,
                          const M (&g)[N]) const {
-    const AdamStep<M>& s = of_row.step;
+    const AdamStep<M>& s = row_update.step;
     M next[N], first[N], second[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       M w = M(old.param.values[i]), decay_left = s.decay;
       first[i] = M(old.first.values[i]);
       if constexpr (kRowWise) {
-        next[i] = adam_row_element(w, first[i], g[i], s, of_row.pending, of_row.rate);
+        next[i] = adam_row_element(w, first[i], g[i], s, row_update.pending, row_update.rate);
       } else {
         second[i] = M(old.second.values[i]);
         if (s.pending != 0) {
           w = adam_pending_element(w, first[i], second[i], s);
           decay_left = 1;
         }
-        next[i] = adam_element(w, first[i], second[i], g[i], s, decay_left, s.keep1, s.keep2);
+        next[i] = adam_element(w, first[i], second[i], g[i], s, decay_left, s.first_factor,
+                               s.second_factor);
       }
     }
-    put(of_row.random, row, d, next, first, second, true);
+    store_rounded(row_update.random, row, d, next, first, second, true);
   }
 
   /// Stores param and, if `moments`, the moments, rounded to their stored types.
   template <int N>
-  __device__ void put(const RowRounding& random, int64_t row, int64_t d, M (&next)[N],
-                      M (&first)[N], M (&second)[N], bool moments) const {
+  __device__ void store_rounded(const RowRounding& random, int64_t row, int64_t d, M (&next)[N],
+                                M (&first)[N], M (&second)[N], bool moments) const {
     if (moments) {
       round_pack<S>(first, random, d, StateBits());
       store_pack(exp_avg[row] + d, first);
@@ -140,66 +142,68 @@ struct AdamRows {
     store_pack(param[row] + d, next);
   }
 
-  __device__ void finish(const Row& of_row, int64_t row) const {
-    *last_step[row] = of_row.number;
+  __device__ void finish(const Row& row_update, int64_t row) const {
+    *last_step[row] = row_update.number;
     if constexpr (kRowWise) {
-      *exp_avg_sq[row] = of_row.second;
+      *exp_avg_sq[row] = row_update.second;
     }
   }
 
-  template <int N, bool kAlone>
-  __device__ void catch_up(Due due, int64_t row, int64_t width, int thread) const {
-    const int64_t s = *last_step[row], t = *deferred.step;
+  template <int N, bool kOneThread>
+  __device__ void catch_up(PendingAction action, int64_t row, int64_t width, int thread) const {
+    const int64_t s = *last_step[row], t = *device_pending.step;
     if (s >= t) {
       return;
     }
-    const bool rebase = due == Due::Rebase;
-    const RowAdamNumbers past{
-        0, deferred.pending[1], deferred.pending[2], deferred.pending[3], 0, false};
-    const PendingEntry pending = pending_table(deferred.pending, deferred.capacity, t,
-                                               row_adam_ratio(past.beta1, past.beta2))(s);
+    const bool rebase = action == PendingAction::Rebase;
+    const RowAdamNumbers pending_numbers{
+        0,    device_pending.pending[1], device_pending.pending[2], device_pending.pending[3], 0,
+        false};
+    const PendingEntry pending =
+        pending_table(device_pending.pending, device_pending.capacity, t,
+                      row_adam_ratio(pending_numbers.beta1, pending_numbers.beta2))(s);
     if (s == 0 && pending.decay == 1) {
       return;
     }
     const int64_t since = rebase ? t - s : 0;
     double power[3];
-    powers<kAlone>(
-        power, [&](int i) { return i == 0 ? past.beta1 : past.beta2; },
+    powers<kOneThread>(
+        power, [&](int i) { return i == 0 ? pending_numbers.beta1 : pending_numbers.beta2; },
         [&](int i) { return i < 2 ? since : s; });
     const auto step =
-        row_adam_coefficients<M>(past, pending, 1, 0, 0, power[0], power[1], power[2]);
-    const RowRounding random = rounding_of<T, S>(t, row, deferred.rounded());
+        row_adam_coefficients<M>(pending_numbers, pending, 1, 0, 0, power[0], power[1], power[2]);
+    const RowRounding random = rounding_of<T, S>(t, row, device_pending.rounded());
     M movement = 0;
     if constexpr (kRowWise) {
       const M old = *exp_avg_sq[row];
       movement = adam_row_pending(old, step);
-      if constexpr (!kAlone) {
+      if constexpr (!kOneThread) {
         __syncwarp(); // all lanes have read it
       }
       if (rebase && thread == 0) {
-        *exp_avg_sq[row] = step.keep2 * old;
+        *exp_avg_sq[row] = step.second_factor * old;
       }
     }
     // All lanes have read last_step: powers() and the return above wait for them.
     if (rebase && s != 0 && thread == 0) {
       *last_step[row] = int32_t(t);
     }
-    constexpr int kTeam = kAlone ? 1 : kWarp;
+    constexpr int kTeam = kOneThread ? 1 : kWarp;
     for (int64_t d = int64_t(thread) * N; d < width; d += kTeam * N) {
       const auto old = fetch<N>(row, d);
       M next[N], first[N], second[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const M w = M(old.param.values[i]), moment = M(old.first.values[i]);
-        first[i] = step.keep1 * moment;
+        first[i] = step.first_factor * moment;
         if constexpr (kRowWise) {
           next[i] = step.decay * w - movement * moment;
         } else {
           next[i] = adam_pending_element(w, moment, M(old.second.values[i]), step);
-          second[i] = step.keep2 * M(old.second.values[i]);
+          second[i] = step.second_factor * M(old.second.values[i]);
         }
       }
-      put(random, row, d, next, first, second, rebase);
+      store_rounded(random, row, d, next, first, second, rebase);
     }
   }
 };
@@ -214,14 +218,15 @@ struct AdamRate {
 };
 
 template <typename T, typename S, bool kRowWise>
-AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state, const Deferred& deferred,
+AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state,
+                                   const DevicePendingSteps& device_pending,
                                    const RowAdamNumbers& numbers, const LearningRate& lr) {
   using Rows = AdamRows<T, S, kRowWise>;
   Rows rows{device_rows<T>(param),
             device_rows<S>(state[kExpAvg]),
             device_rows<typename Rows::Second>(state[kExpAvgSq]),
             device_rows<int32_t>(state[kLastStep]),
-            deferred,
+            device_pending,
             numbers,
             lr,
             StepDecay(lr, numbers.weight_decay),
@@ -235,35 +240,36 @@ AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state, const 
 
 /// Calls function(rule) with the rule for the types of the parameter and its state.
 template <typename Function>
-void with_rule(const Tensor& param, TensorList state, const Deferred& deferred,
+void with_rule(const Tensor& param, TensorList state, const DevicePendingSteps& device_pending,
                const RowAdamNumbers& numbers, const LearningRate& lr, const Function& function) {
   dispatch_rows(param, state[kExpAvg], [&](auto zero, auto zero_state) {
     using T = decltype(zero);
     using S = decltype(zero_state);
     if (one_second_moment(param, state[kExpAvg], state[kExpAvgSq])) {
-      function(adam_rows<T, S, true>(param, state, deferred, numbers, lr));
+      function(adam_rows<T, S, true>(param, state, device_pending, numbers, lr));
     } else {
-      function(adam_rows<T, S, false>(param, state, deferred, numbers, lr));
+      function(adam_rows<T, S, false>(param, state, device_pending, numbers, lr));
     }
   });
 }
 
-bool fits(const Tensor& param, TensorList state) {
+bool supports_kernel(const Tensor& param, TensorList state) {
   return !use_reference() && has_row_view(param) && has_row_view(state[kExpAvg]) &&
       has_row_view(state[kExpAvgSq]);
 }
 
 void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient,
                const RowAdamNumbers& numbers, const OptionalTensor& lr) {
-  const Deferred steps = deferred(state[kCount], state[kPending], numbers.beta1, numbers.beta2,
-                                  numbers.eps, numbers.stochastic_rounding);
-  Tensor kept;
-  const LearningRate rate = learning_rate(numbers.lr, lr, param, kept);
+  const DevicePendingSteps steps =
+      device_pending(state[kCount], state[kPending], numbers.beta1, numbers.beta2, numbers.eps,
+                     numbers.stochastic_rounding);
+  Tensor lr_storage;
+  const LearningRate rate = learning_rate(numbers.lr, lr, param, lr_storage);
   with_rule(param, state, steps, numbers, rate, [&](const auto& rule) {
     catch_up(rule, param);
     update_rows(rule, numbers.maximize ? gradient.negated() : gradient, param.size(0));
     advance(steps, AdamRate{rate, numbers.beta1, numbers.beta2}, rule.ratio, rule.decay,
-            /*always=*/true);
+            /*always_pending=*/true);
   });
 }
 
@@ -271,7 +277,7 @@ void row_adam_rows_cuda(const Tensor& param, TensorList state, const Tensor& row
                         const Tensor& values, std::string_view options, const OptionalTensor& lr) {
   const RowAdamNumbers numbers = check_row_adam_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
-  if (fits(param, state)) {
+  if (supports_kernel(param, state)) {
     step_rows(param, state, {rows, values}, numbers, lr);
   } else {
     row_adam_rows_composite(param, state, rows, values, options, lr);
@@ -279,16 +285,16 @@ void row_adam_rows_cuda(const Tensor& param, TensorList state, const Tensor& row
 }
 
 void row_adam_flush_cuda(const Tensor& param, TensorList state) {
-  const WriteToTables write(param);
+  const TableWriteGuard write(param);
   if (!check_row_adam_flush(param, state)) {
     return;
   }
   const c10::cuda::CUDAGuard guard(param.device());
-  if (!fits(param, state)) {
+  if (!supports_kernel(param, state)) {
     row_adam_flush_composite(param, state);
     return;
   }
-  const Deferred steps = deferred(state[kCount], state[kPending]);
+  const DevicePendingSteps steps = device_pending(state[kCount], state[kPending]);
   with_rule(param, state, steps, {}, {}, [&](const auto& rule) { catch_up(rule, param); });
   clear_pending(steps);
   caught_up(param, state);
@@ -298,7 +304,8 @@ void row_adam_flush_cuda(const Tensor& param, TensorList state) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
   m.impl("row_adam_rows_", row_adam_rows_cuda);
-  m.impl("row_adam_terms_", step_by_terms<row_adam_terms, fits, step_rows, row_adam_rows_cuda>);
+  m.impl("row_adam_terms_",
+         step_by_terms<row_adam_terms, supports_kernel, step_rows, row_adam_rows_cuda>);
   m.impl("row_adam_flush_", row_adam_flush_cuda);
 }
 

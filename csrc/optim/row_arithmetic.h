@@ -26,7 +26,7 @@ static inline double square_root(double x) { return __builtin_sqrt(x); }
 template <typename M>
 XS_HOST_DEVICE inline M momentum_element(M w, M& buffer, M g, const MomentumStep<M>& s,
                                          bool nesterov) {
-  const M old = buffer, next = s.keep * old + s.take * g;
+  const M old = buffer, next = s.buffer_factor * old + s.gradient_factor * g;
   buffer = next;
   return s.decay * w - s.drift * old - s.lr * (nesterov ? g + s.momentum * next : next);
 }
@@ -54,9 +54,10 @@ XS_HOST_DEVICE inline M adam_pending_element(M w, M m, M v, const AdamStep<M>& s
 
 /// Returns the updated element; `m` and `v` are updated in place.
 template <typename M>
-XS_HOST_DEVICE inline M adam_element(M w, M& m, M& v, M g, const AdamStep<M>& s, M decay, M keep1,
-                                     M keep2) {
-  const M first = keep1 * m + s.take1 * g, second = keep2 * v + s.take2 * g * g;
+XS_HOST_DEVICE inline M adam_element(M w, M& m, M& v, M g, const AdamStep<M>& s, M decay,
+                                     M first_factor, M second_factor) {
+  const M first = first_factor * m + s.one_minus_beta1 * g,
+          second = second_factor * v + s.one_minus_beta2 * g * g;
   m = first;
   v = second;
   const M root = s.scale * square_root(second) + s.eps;
@@ -83,7 +84,7 @@ XS_HOST_DEVICE inline M adam_row_pending(M second, const AdamStep<M>& s) {
 /// functions above. `m` is updated in place.
 template <typename M>
 XS_HOST_DEVICE inline M adam_row_element(M w, M& m, M g, const AdamStep<M>& s, M pending, M rate) {
-  const M first = s.keep1 * m + s.take1 * g, moved = s.decay * w - pending * m;
+  const M first = s.first_factor * m + s.one_minus_beta1 * g, moved = s.decay * w - pending * m;
   m = first;
   return moved - rate * first;
 }

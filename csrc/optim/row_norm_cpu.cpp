@@ -35,12 +35,12 @@ double norm_of_groups(const Tensor& rows, const Tensor& values, double p) {
     std::vector<opmath<T>> sum(width);
     for (int64_t g = first; g < last; ++g) {
       const auto members = groups[g];
-      const opmath<T>* of_row = kernels.sum_rows(sum.data(), const_data<T>(values), members.data(),
-                                                 int64_t(members.size()), width);
-      if (of_row == nullptr) { // power_sum(0) is computed like any other
+      const opmath<T>* row_sum = kernels.sum_rows(sum.data(), const_data<T>(values), members.data(),
+                                                  int64_t(members.size()), width);
+      if (row_sum == nullptr) { // power_sum(0) is computed like any other
         std::fill(sum.begin(), sum.end(), opmath<T>(0));
       }
-      powers[g] = double(kernels.power_sum(of_row == nullptr ? sum.data() : of_row, p, width));
+      powers[g] = double(kernels.power_sum(row_sum == nullptr ? sum.data() : row_sum, p, width));
     }
   });
   return combine(powers, p);

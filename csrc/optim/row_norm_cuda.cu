@@ -32,7 +32,7 @@ struct Norm {
     return largest || p == 1 ? total : (p == 2 ? std::sqrt(total) : std::pow(total, 1 / p));
   }
   /// Reduces over the block in a fixed order.
-  __device__ double over_block(double mine) const {
+  __device__ double sum_over_block(double mine) const {
     __shared__ double storage[kWarp];
     return block_reduce(mine, 0.0, storage, [this](double x) {
       for (int distance = kWarp / 2; distance > 0; distance /= 2) {
@@ -51,7 +51,7 @@ template <typename T, int N>
 __global__ void __launch_bounds__(kThreads, 2)
     norm_kernel(double* partial, int64_t parts, SortedGradient<T> g, Norm norm) {
   using M = at::opmath_type<T>;
-  constexpr int K = kHeld<N>;
+  constexpr int K = kPacksPerThread<N>;
   constexpr int64_t kStride = kWarp * N, kWarps = kThreads / kWarp;
   for (int64_t part = blockIdx.x; part < parts; part += gridDim.x) {
     double total = 0;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (!begins(g, i)) {
         continue;
       }
-      M of_row = 0;
+      M row_power = 0;
       for (int64_t from = 0; from < g.width; from += kStride * K) {
         M sum[K][N];
         sum_row(sum, g, i, from + int64_t(lane()) * N, kStride);
@@ -67,13 +67,13 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int k = 0; k < K; ++k) {
 #pragma unroll
           for (int n = 0; n < N; ++n) {
-            of_row = norm.join(of_row, norm.power(sum[k][n])); // 0 past the last column
+            row_power = norm.join(row_power, norm.power(sum[k][n])); // 0 past the last column
           }
         }
       }
-      total = norm.join(total, double(of_row));
+      total = norm.join(total, double(row_power));
     }
-    total = norm.over_block(total);
+    total = norm.sum_over_block(total);
     if (threadIdx.x == 0) {
       partial[part] = total;
     }
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
     total = norm.join(total, partial[i]);
   }
-  total = norm.over_block(total);
+  total = norm.sum_over_block(total);
   if (threadIdx.x == 0) {
     *result = M(norm.root(total));
   }

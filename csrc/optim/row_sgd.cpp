@@ -157,8 +157,8 @@ struct SgdRule : PendingRule<SgdRule> {
     const bool dampened = options.momentum() != 0 && options.dampening() != 0;
     std::vector<ParamStep<Options>> fusing;
     for (const auto& item : items) {
-      const bool fresh = options.momentum() != 0 && !has_buffer(item.param, item.state);
-      if (fresh) {
+      const bool buffer_is_new = options.momentum() != 0 && !has_buffer(item.param, item.state);
+      if (buffer_is_new) {
         item.state[kBuffer].set_(at::zeros_like(item.param));
       }
       // The host has to tell the fused kernel whether a step is the first, which matters if the
@@ -166,7 +166,7 @@ struct SgdRule : PendingRule<SgdRule> {
       if (fused && !dampened) {
         fusing.push_back(item);
       } else {
-        step_one(item, options, fresh);
+        step_one(item, options, buffer_is_new);
       }
     }
     if (!fusing.empty()) {
@@ -178,27 +178,27 @@ struct SgdRule : PendingRule<SgdRule> {
                         options.maximize(), /*is_first_step=*/false);
       };
       const OptionalTensor& lr = fusing[0].lr;
-      given(lr) ? step(scalar_of(*lr).to(at::kFloat)) : step(options.lr());
+      is_defined(lr) ? step(scalar_of(*lr).to(at::kFloat)) : step(options.lr());
     }
     at::_foreach_add_(state_of(items, kCount), 1);
   }
 
-  static void step_one(const ParamStep<Options>& item, const Options& options, bool fresh) {
+  static void step_one(const ParamStep<Options>& item, const Options& options, bool buffer_is_new) {
     Tensor direction = options.maximize() ? item.values.neg() : item.values;
     if (options.weight_decay() != 0) {
       direction = direction.add(item.param, options.weight_decay());
     }
     if (options.momentum() != 0) {
       const Tensor& buffer = item.state[kBuffer];
-      const bool whole = fresh || options.dampening() == 0;
+      const bool whole = buffer_is_new || options.dampening() == 0;
       // The first step takes all of the gradient.
-      const auto taken = [&] {
+      const auto step_count = [&] {
         return 1 - item.state[kCount].ne(0).to(at::kDouble) * options.dampening();
       };
-      buffer.mul_(options.momentum()).add_(whole ? direction : direction.mul(taken()));
+      buffer.mul_(options.momentum()).add_(whole ? direction : direction.mul(step_count()));
       direction = options.nesterov() ? direction.add(buffer, options.momentum()) : buffer;
     }
-    if (given(item.lr)) {
+    if (is_defined(item.lr)) {
       item.param.sub_(direction.mul(scalar_of(*item.lr)));
     } else {
       item.param.add_(direction, -options.lr());
@@ -210,7 +210,7 @@ struct SgdRule : PendingRule<SgdRule> {
 
 void check_row_sgd_state(const char* op, const Tensor& param, TensorList state) {
   if (state.size() != SgdRule::kRowState) {
-    wrong_state(op, 0, SgdRule::kRowState, state.size());
+    report_wrong_state(op, 0, SgdRule::kRowState, state.size());
   }
   check_row_step(op, state[kCount], param);
   const Tensor& buffer = state[kBuffer];
@@ -240,25 +240,25 @@ void row_sgd_rows_reference(const RowSGDUpdate& u, const Tensor& rows, const Ten
   auto [ids, g] = touched_rows(rows, values);
   g = u.maximize ? g.neg() : g;
   Tensor next = u.param.index_select(0, ids).to(g.scalar_type());
-  if (given(u.last_step)) {
+  if (is_defined(u.last_step)) {
     const Tensor s = u.last_step->index_select(0, ids);
     const auto [movement, decay] = u.pending(s);
     next = next.mul(per_row(decay * u.decay, g));
     u.last_step->index_fill_(0, ids, u.step);
-    if (given(u.momentum_buffer)) {
+    if (is_defined(u.momentum_buffer)) {
       const Tensor old = u.momentum_buffer->index_select(0, ids);
-      const Tensor buffer = per_row(kept(u, s), g).mul(old) + g.mul(u.take);
+      const Tensor buffer = per_row(kept(u, s), g).mul(old) + g.mul(u.gradient_factor);
       next = next - per_row(movement * u.decay, g).mul(old);
       u.momentum_buffer->index_copy_(
           0, ids,
-          rounded_rows(buffer, ids, u.step, u.momentum_buffer->scalar_type(), RoundingOf::State)
+          rounded_rows(buffer, ids, u.step, u.momentum_buffer->scalar_type(), RoundingTarget::State)
               .to(u.momentum_buffer->scalar_type()));
       g = u.nesterov ? g + buffer.mul(u.momentum) : buffer;
     }
   }
   next = next - g.mul(u.lr);
   if (u.stochastic_rounding) {
-    next = rounded_rows(next, ids, u.step, u.param.scalar_type(), RoundingOf::Table);
+    next = rounded_rows(next, ids, u.step, u.param.scalar_type(), RoundingTarget::Table);
   }
   u.param.index_copy_(0, ids, next.to(u.param.scalar_type()));
 }
@@ -267,18 +267,19 @@ void row_sgd_flush_reference(const RowSGDUpdate& u) {
   const auto [movement, decay] = u.pending(*u.last_step);
   const Tensor old = u.param.to(opmath_dtype(u.param.scalar_type()));
   Tensor next = old.mul(per_row(decay, old));
-  if (given(u.momentum_buffer)) {
+  if (is_defined(u.momentum_buffer)) {
     next = next - per_row(movement, old).mul(*u.momentum_buffer);
   }
-  const auto rounded = [&](const Tensor& all, const Tensor& stored, RoundingOf of) {
-    return rounded_rows(all, all_rows(u.param), u.step, stored.scalar_type(), of);
+  const auto rounded = [&](const Tensor& all, const Tensor& stored,
+                           RoundingTarget rounding_target) {
+    return rounded_rows(all, all_rows(u.param), u.step, stored.scalar_type(), rounding_target);
   };
-  u.param.copy_(u.stochastic_rounding ? rounded(next, u.param, RoundingOf::Table) : next);
+  u.param.copy_(u.stochastic_rounding ? rounded(next, u.param, RoundingTarget::Table) : next);
   if (u.rebase) {
-    if (given(u.momentum_buffer)) {
+    if (is_defined(u.momentum_buffer)) {
       const Tensor& buffer = *u.momentum_buffer;
       buffer.copy_(rounded(buffer.to(old.scalar_type()).mul(per_row(kept(u, *u.last_step), old)),
-                           buffer, RoundingOf::State));
+                           buffer, RoundingTarget::State));
     }
     u.last_step->copy_(at::where(u.last_step->eq(0), *u.last_step, u.step));
   }

@@ -60,16 +60,16 @@ void row_sgd_terms(const at::Tensor& param, at::TensorList state, const RowTerms
 bool check_row_sgd_flush(const at::Tensor& param, at::TensorList state);
 void row_sgd_flush_composite(const at::Tensor& param, at::TensorList state);
 
-/// Returns the coefficients of a row whose buffer is multiplied by `kept`; `decay` and `take` are
-/// those of the step.
+/// Returns the coefficients of a row whose buffer is multiplied by `buffer_factor`; `decay` and
+/// `gradient_factor` are those of the step.
 template <typename M>
 XS_HOST_DEVICE MomentumStep<M> row_sgd_coefficients(const RowSGDNumbers& n,
                                                     const PendingEntry& pending, double decay,
-                                                    double take, double kept) {
+                                                    double gradient_factor, double buffer_factor) {
   return {M(pending.decay * decay),
           M(pending.movement * decay),
-          M(kept),
-          M(take),
+          M(buffer_factor),
+          M(gradient_factor),
           M(n.momentum),
           M(n.lr),
           n.nesterov};
@@ -84,7 +84,7 @@ struct RowSGDUpdate {
   int64_t step; ///< the step after the update: pending.step() + 1; in a flush pending.step()
   double momentum;
   double lr = 0, decay = 1; ///< of this step: decay = 1 - lr weight_decay
-  double take = 1; ///< 1 - dampening
+  double gradient_factor = 1; ///< 1 - dampening
   bool nesterov = false, maximize = false;
   bool stochastic_rounding = false;
   /// In a flush: also brings the buffer up to date, before steps with another momentum.

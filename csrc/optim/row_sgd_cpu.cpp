@@ -20,10 +20,10 @@ class SgdRows {
   explicit SgdRows(const RowSGDUpdate& update)
       : update_(update), random_(step_rounding(update.step, update.stochastic_rounding)),
         param_(row_view<T>(update.param)),
-        buffer_(given(update.momentum_buffer) ? row_view<S>(*update.momentum_buffer)
-                                              : RowView<S>{}),
-        last_step_(given(update.last_step) ? row_view<int32_t>(*update.last_step)
-                                           : RowView<int32_t>{}) {}
+        buffer_(is_defined(update.momentum_buffer) ? row_view<S>(*update.momentum_buffer)
+                                                   : RowView<S>{}),
+        last_step_(is_defined(update.last_step) ? row_view<int32_t>(*update.last_step)
+                                                : RowView<int32_t>{}) {}
 
   int64_t width() const { return param_.width; }
 
@@ -42,17 +42,17 @@ class SgdRows {
     const RowSGDNumbers numbers{
         update_.lr,       update_.momentum,           0, 0, update_.nesterov,
         update_.maximize, update_.stochastic_rounding};
-    return row_sgd_coefficients<M>(numbers, pending, update_.decay, update_.take,
+    return row_sgd_coefficients<M>(numbers, pending, update_.decay, update_.gradient_factor,
                                    std::pow(update_.momentum, count));
   }
 
   // Data that a task reuses from row to row.
   struct Task {
-    ByStep<MomentumStep<M>> by_step;
+    StepCache<MomentumStep<M>> step_cache;
     std::vector<M> negated;
   };
 
-  void update(int64_t row, const M* g, Task& of_task, int64_t ahead) const {
+  void update(int64_t row, const M* g, Task& buffers, int64_t ahead) const {
     last_step_.prefetch(ahead);
     const RowsAhead<T, S> rows{param_.ahead(ahead), {buffer_.ahead(ahead)}};
     const auto& kernels = row_updates().of(T{}, S{});
@@ -63,33 +63,33 @@ class SgdRows {
       return;
     }
     const auto& step =
-        of_task.by_step.of(*last_step_[row], [this](int64_t s) { return coefficients(s); });
+        buffers.step_cache.of(*last_step_[row], [this](int64_t s) { return coefficients(s); });
     *last_step_[row] = int32_t(update_.step);
     if (buffer_.data == nullptr) {
       kernels.sgd(param_[row], g, step.decay, lr, random, param_.width, rows);
       return;
     }
     if (update_.maximize) {
-      of_task.negated.resize(param_.width);
-      std::transform(g, g + param_.width, of_task.negated.begin(), std::negate<M>());
-      g = of_task.negated.data();
+      buffers.negated.resize(param_.width);
+      std::transform(g, g + param_.width, buffers.negated.begin(), std::negate<M>());
+      g = buffers.negated.data();
     }
     kernels.momentum(param_[row], buffer_[row], g, step, random, param_.width, rows);
   }
 
-  void flush(int64_t row, ByStep<MomentumStep<M>>& by_step) const {
+  void flush(int64_t row, StepCache<MomentumStep<M>>& step_cache) const {
     const int32_t s = *last_step_[row];
     if (s >= update_.step) {
       return;
     }
-    const auto& step = by_step.of(s, [this](int64_t from) { return coefficients(from); });
+    const auto& step = step_cache.of(s, [this](int64_t from) { return coefficients(from); });
     if (update_.rebase && s != 0) {
       *last_step_[row] = int32_t(update_.step);
     }
     const auto& kernels = row_updates().of(T{}, S{});
     const RowRounding random = rounding_of<T, S>(random_, row);
     if (s != 0 && buffer_.data != nullptr) {
-      kernels.drift(param_[row], buffer_[row], step.decay, step.drift, step.keep, random,
+      kernels.drift(param_[row], buffer_[row], step.decay, step.drift, step.buffer_factor, random,
                     param_.width);
     } else if (step.decay != 1) {
       kernels.decay(param_[row], step.decay, random, param_.width);
@@ -106,7 +106,7 @@ class SgdRows {
 
 // Returns the tensor that decides the type of the state; without a buffer, any type works.
 const Tensor& state_of(const RowSGDUpdate& update) {
-  return given(update.momentum_buffer) ? *update.momentum_buffer : update.param;
+  return is_defined(update.momentum_buffer) ? *update.momentum_buffer : update.param;
 }
 
 } // namespace
@@ -120,9 +120,9 @@ void row_sgd_rows_cpu(const RowSGDUpdate& update, const Tensor& rows, const Tens
         update.param, rows.contiguous(), values.contiguous(),
         [&](int64_t row) { task.prefetch(row); },
         [&] {
-          return [&, of_task = typename Rows::Task()](int64_t row, const opmath<T>* g,
+          return [&, buffers = typename Rows::Task()](int64_t row, const opmath<T>* g,
                                                       int64_t ahead) mutable {
-            task.update(row, g, of_task, ahead);
+            task.update(row, g, buffers, ahead);
           };
         });
   });
@@ -133,8 +133,8 @@ void row_sgd_flush_cpu(const RowSGDUpdate& update) {
     using T = decltype(zero);
     const SgdRows<T, decltype(zero_state)> task(update);
     update_all_rows(update.param, task.width(), [&] {
-      return [&, by_step = ByStep<MomentumStep<opmath<T>>>()](int64_t row) mutable {
-        task.flush(row, by_step);
+      return [&, step_cache = StepCache<MomentumStep<opmath<T>>>()](int64_t row) mutable {
+        task.flush(row, step_cache);
       };
     });
   });

@@ -24,12 +24,12 @@ struct SgdRows {
   DeviceRows<T> param;
   DeviceRows<S> buffer; // no data without momentum
   DeviceRows<int32_t> last_step;
-  Deferred deferred;
+  DevicePendingSteps device_pending;
   RowSGDNumbers numbers; // of the current step
   LearningRate lr;
   StepDecay decay;
-  bool fresh; // whether the buffer was just allocated
-  bool always; // whether the step adds pending updates even if there were none before
+  bool buffer_is_new; // whether the buffer was just allocated
+  bool always_pending; // whether the step adds pending updates even if there were none before
   bool wide;
 
   struct Row {
@@ -39,23 +39,25 @@ struct SgdRows {
   };
 
   __device__ bool has_pending() const {
-    return always || (!deferred.catches_up() && *deferred.step > int64_t(deferred.pending[0]));
+    return always_pending ||
+        (!device_pending.must_catch_up() &&
+         *device_pending.step > int64_t(device_pending.pending[0]));
   }
 
   __device__ int32_t read(int64_t row) const { return has_pending() ? *last_step[row] : 0; }
 
-  template <bool kAlone>
+  template <bool kOneThread>
   __device__ Row begin(int64_t row, int32_t s) const {
-    const int64_t t = *deferred.step + 1;
-    const double take = t == 1 || fresh ? 1 : 1 - numbers.dampening;
+    const int64_t t = *device_pending.step + 1;
+    const double gradient_factor = t == 1 || buffer_is_new ? 1 : 1 - numbers.dampening;
     const PendingEntry pending =
-        has_pending() ? deferred.entry_of(s, numbers.momentum) : PendingEntry{0, 1};
-    const double kept =
+        has_pending() ? device_pending.entry_of(s, numbers.momentum) : PendingEntry{0, 1};
+    const double buffer_factor =
         s == 0 || buffer.data == nullptr ? 1 : integer_power(numbers.momentum, t - s);
-    RowSGDNumbers of_step = numbers;
-    of_step.lr = lr();
-    return {row_sgd_coefficients<M>(of_step, pending, decay(), take, kept), int32_t(t),
-            rounding_of<T, S>(t, row, numbers.stochastic_rounding)};
+    RowSGDNumbers step_numbers = numbers;
+    step_numbers.lr = lr();
+    return {row_sgd_coefficients<M>(step_numbers, pending, decay(), gradient_factor, buffer_factor),
+            int32_t(t), rounding_of<T, S>(t, row, numbers.stochastic_rounding)};
   }
 
   template <int N>
@@ -71,45 +73,46 @@ struct SgdRows {
   }
 
   template <int N>
-  __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d,
+  __device__ void update(const Row& row_update, Elements<N> old, int64_t row, int64_t d,
                          const M (&g)[N]) const {
-    const MomentumStep<M>& s = of_row.step;
+    const MomentumStep<M>& s = row_update.step;
     const M sign = numbers.maximize ? M(-1) : M(1);
-    M next[N], of_buffer[N];
+    M next[N], next_buffer[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const M w = M(old.param.values[i]);
-      of_buffer[i] = M(old.buffer.values[i]);
+      next_buffer[i] = M(old.buffer.values[i]);
       next[i] = buffer.data == nullptr
           ? s.decay * w - s.lr * (sign * g[i])
-          : momentum_element(w, of_buffer[i], sign * g[i], s, s.nesterov);
+          : momentum_element(w, next_buffer[i], sign * g[i], s, s.nesterov);
     }
     if (buffer.data != nullptr) {
-      round_pack<S>(of_buffer, of_row.random, d, StateBits());
-      store_pack(buffer[row] + d, of_buffer);
+      round_pack<S>(next_buffer, row_update.random, d, StateBits());
+      store_pack(buffer[row] + d, next_buffer);
     }
-    if (of_row.random.table) {
-      round_pack<T>(next, of_row.random, d, TableBits());
+    if (row_update.random.table) {
+      round_pack<T>(next, row_update.random, d, TableBits());
     }
     store_pack(param[row] + d, next);
   }
 
-  __device__ void finish(const Row& of_row, int64_t row) const {
+  __device__ void finish(const Row& row_update, int64_t row) const {
     if (has_pending()) {
-      *last_step[row] = of_row.number;
+      *last_step[row] = row_update.number;
     }
   }
 
-  template <int N, bool kAlone>
-  __device__ void catch_up(Due due, int64_t row, int64_t width, int thread) const {
-    const int64_t s = *last_step[row], t = *deferred.step;
+  template <int N, bool kOneThread>
+  __device__ void catch_up(PendingAction action, int64_t row, int64_t width, int thread) const {
+    const int64_t s = *last_step[row], t = *device_pending.step;
     if (s >= t) {
       return;
     }
-    const bool rebase = due == Due::Rebase && s != 0;
-    const double momentum = deferred.pending[1];
-    const PendingEntry pending = pending_table(deferred.pending, deferred.capacity, t, momentum)(s);
-    if constexpr (!kAlone) {
+    const bool rebase = action == PendingAction::Rebase && s != 0;
+    const double momentum = device_pending.pending[1];
+    const PendingEntry pending =
+        pending_table(device_pending.pending, device_pending.capacity, t, momentum)(s);
+    if constexpr (!kOneThread) {
       __syncwarp(); // all lanes have read last_step
     }
     if (rebase && thread == 0) {
@@ -121,9 +124,9 @@ struct SgdRows {
       return;
     }
     const M pending_decay = M(pending.decay), drift = M(pending.movement),
-            kept = M(rebase ? integer_power(momentum, t - s) : 1.0);
-    const RowRounding random = rounding_of<T, S>(t, row, deferred.rounded());
-    constexpr int kTeam = kAlone ? 1 : kWarp;
+            buffer_factor = M(rebase ? integer_power(momentum, t - s) : 1.0);
+    const RowRounding random = rounding_of<T, S>(t, row, device_pending.rounded());
+    constexpr int kTeam = kOneThread ? 1 : kWarp;
     for (int64_t d = int64_t(thread) * N; d < width; d += kTeam * N) {
       const auto old = load_pack<N>(param[row] + d);
       M next[N];
@@ -133,15 +136,15 @@ struct SgdRows {
       }
       if (moves) {
         const auto old_buffer = load_pack<N>(buffer[row] + d);
-        M of_buffer[N];
+        M next_buffer[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           next[i] -= drift * M(old_buffer.values[i]);
-          of_buffer[i] = kept * M(old_buffer.values[i]);
+          next_buffer[i] = buffer_factor * M(old_buffer.values[i]);
         }
-        if (kept != 1) {
-          round_pack<S>(of_buffer, random, d, StateBits());
-          store_pack(buffer[row] + d, of_buffer);
+        if (buffer_factor != 1) {
+          round_pack<S>(next_buffer, random, d, StateBits());
+          store_pack(buffer[row] + d, next_buffer);
         }
       }
       if (random.table) {
@@ -160,14 +163,15 @@ struct SgdRate {
 };
 
 template <typename T, typename S>
-SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state, const Deferred& deferred,
-                       const RowSGDNumbers& numbers, const LearningRate& lr) {
+SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state,
+                       const DevicePendingSteps& device_pending, const RowSGDNumbers& numbers,
+                       const LearningRate& lr) {
   // The buffer is [0] until a step needs it.
   const bool has_buffer = state[kBuffer].sizes() == param.sizes();
   SgdRows<T, S> rows{device_rows<T>(param),
                      has_buffer ? device_rows<S>(state[kBuffer]) : DeviceRows<S>{},
                      device_rows<int32_t>(state[kLastStep]),
-                     deferred,
+                     device_pending,
                      numbers,
                      lr,
                      StepDecay(lr, numbers.weight_decay),
@@ -180,31 +184,32 @@ SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state, const Deferred& de
   return rows;
 }
 
-bool fits(const Tensor& param, TensorList state) {
+bool supports_kernel(const Tensor& param, TensorList state) {
   return !use_reference() && has_row_view(param) && has_row_view(state[kBuffer]);
 }
 
 template <typename T, typename S>
 void step_rows_of(const Tensor& param, TensorList state, const GradientOfRows& gradient,
                   const RowSGDNumbers& numbers, const LearningRate& lr) {
-  const Deferred steps = deferred(state[kCount], state[kPending], numbers.momentum,
-                                  double(numbers.nesterov), 0, numbers.stochastic_rounding);
+  const DevicePendingSteps steps =
+      device_pending(state[kCount], state[kPending], numbers.momentum, double(numbers.nesterov), 0,
+                     numbers.stochastic_rounding);
   catch_up(sgd_rows<T, S>(param, state, steps, numbers, lr), param);
-  const bool fresh = numbers.momentum != 0 && make_row_sgd_buffer(param, state);
+  const bool buffer_is_new = numbers.momentum != 0 && make_row_sgd_buffer(param, state);
   SgdRows<T, S> rule = sgd_rows<T, S>(param, state, steps, numbers, lr);
-  rule.fresh = fresh;
+  rule.buffer_is_new = buffer_is_new;
   if (numbers.momentum == 0) {
     rule.buffer = {};
   }
   update_rows(rule, gradient, param.size(0));
   advance(steps, SgdRate{lr, numbers.nesterov ? numbers.momentum : 1}, numbers.momentum, rule.decay,
-          rule.always);
+          rule.always_pending);
 }
 
 void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient,
                const RowSGDNumbers& numbers, const OptionalTensor& lr) {
-  Tensor kept;
-  const LearningRate rate = learning_rate(numbers.lr, lr, param, kept);
+  Tensor lr_storage;
+  const LearningRate rate = learning_rate(numbers.lr, lr, param, lr_storage);
   dispatch_rows(param, state[kBuffer], [&](auto zero, auto zero_state) {
     step_rows_of<decltype(zero), decltype(zero_state)>(param, state, gradient, numbers, rate);
   });
@@ -214,7 +219,7 @@ void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows
                        const Tensor& values, std::string_view options, const OptionalTensor& lr) {
   const RowSGDNumbers numbers = check_row_sgd_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
-  if (fits(param, state)) {
+  if (supports_kernel(param, state)) {
     step_rows(param, state, {rows, values}, numbers, lr);
   } else {
     row_sgd_rows_composite(param, state, rows, values, options, lr);
@@ -222,17 +227,17 @@ void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows
 }
 
 void row_sgd_flush_cuda(const Tensor& param, TensorList state) {
-  const WriteToTables write(param);
+  const TableWriteGuard write(param);
   if (!check_row_sgd_flush(param, state)) {
     return;
   }
   const c10::cuda::CUDAGuard guard(param.device());
-  if (!fits(param, state)) {
+  if (!supports_kernel(param, state)) {
     row_sgd_flush_composite(param, state);
     return;
   }
   dispatch_rows(param, state[kBuffer], [&](auto zero, auto zero_state) {
-    const Deferred steps = deferred(state[kCount], state[kPending]);
+    const DevicePendingSteps steps = device_pending(state[kCount], state[kPending]);
     catch_up(sgd_rows<decltype(zero), decltype(zero_state)>(param, state, steps, {}, {}), param);
     clear_pending(steps);
   });
@@ -243,7 +248,8 @@ void row_sgd_flush_cuda(const Tensor& param, TensorList state) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
   m.impl("row_sgd_rows_", row_sgd_rows_cuda);
-  m.impl("row_sgd_terms_", step_by_terms<row_sgd_terms, fits, step_rows, row_sgd_rows_cuda>);
+  m.impl("row_sgd_terms_",
+         step_by_terms<row_sgd_terms, supports_kernel, step_rows, row_sgd_rows_cuda>);
   m.impl("row_sgd_flush_", row_sgd_flush_cuda);
 }
 

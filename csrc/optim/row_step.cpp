@@ -58,7 +58,7 @@ bool can_fuse_dense(const Tensor& param, at::TensorList state) {
 }
 
 Tensor dense_gradient(const Tensor& param, const OptionalTensor& rows, const Tensor& values) {
-  return given(rows)
+  return is_defined(rows)
       ? at::zeros_like(param, at::MemoryFormat::Contiguous).index_add_(0, *rows, values)
       : values.contiguous();
 }
@@ -120,7 +120,7 @@ void check_lengths(const char* op, size_t params, size_t rows, size_t values, si
       counts);
 }
 
-void wrong_state(const char* op, size_t param, size_t expected, size_t got) {
+void report_wrong_state(const char* op, size_t param, size_t expected, size_t got) {
   TORCH_CHECK_VALUE(false, op, ": expected ", expected, " tensors of state for param ", param,
                     ", got ", got);
 }

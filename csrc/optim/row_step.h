@@ -106,8 +106,8 @@ void call_rows(const StepOf<Rule>& step, std::string_view text, const OptionalTe
           .template typed<void(const at::Tensor&, at::TensorList, const at::Tensor&,
                                const at::Tensor&, std::string_view, const OptionalTensor&)>();
   const at::AutoDispatchBelowADInplaceOrView guard;
-  op.call(step.param, step.state, given(step.rows) ? *step.rows : all_rows(step.param), step.values,
-          text, lr);
+  op.call(step.param, step.state, is_defined(step.rows) ? *step.rows : all_rows(step.param),
+          step.values, text, lr);
 }
 
 /// Takes a step of one table by terms: checks the arguments, calls take_step(options), and
@@ -115,7 +115,7 @@ void call_rows(const StepOf<Rule>& step, std::string_view text, const OptionalTe
 template <typename Rule, typename TakeStep>
 void terms_step(const at::Tensor& param, at::TensorList state, const RowTerms& terms,
                 std::string_view text, const OptionalTensor& lr, const TakeStep& take_step) {
-  const WriteToTables write(param);
+  const TableWriteGuard write(param);
   const auto options = check_terms<Rule>(param, state, terms, text, lr);
   table_changes(param);
   record_row_state(param, state, initial_of(options));
@@ -144,7 +144,7 @@ template <typename Rule>
 void row_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>& rows,
               at::TensorList values, at::TensorList state, const c10::List<std::string>& texts,
               at::IntArrayRef counts, const LearningRates& lrs) {
-  const WriteToTables write(params);
+  const TableWriteGuard write(params);
   const auto options = group_options<Rule>(texts, lrs);
   const auto steps = plan_step<Rule>(params, rows, values, state, options, counts, lrs);
   // Parameters with dense state, by group, device, dtype and `fused`.
@@ -152,7 +152,7 @@ void row_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>&
   for (StepOf<Rule> step : steps) {
     table_changes(step.param);
     record_row_state(step.param, step.state, initial_of(*step.options));
-    if (keeps_rows(step.state)) {
+    if (has_row_state(step.state)) {
       call_rows<Rule>(step, texts.get(step.group),
                       lrs.has_value() ? OptionalTensor((*lrs)[step.group]) : std::nullopt);
       Rule::record(step.param, step.state, *step.options);
@@ -196,12 +196,12 @@ template <typename Rule>
 bool check_flush(const at::Tensor& param, at::TensorList state) {
   check_row_param(Rule::kFlush, param, false);
   if (state.empty()) {
-    wrong_state(Rule::kFlush, 0, Rule::kRowState, 0);
+    report_wrong_state(Rule::kFlush, 0, Rule::kRowState, 0);
   }
-  const bool rows = keeps_rows(state);
+  const bool rows = has_row_state(state);
   if (rows) {
     if (state.size() != Rule::kRowState) {
-      wrong_state(Rule::kFlush, 0, Rule::kRowState, state.size());
+      report_wrong_state(Rule::kFlush, 0, Rule::kRowState, state.size());
     }
     check_row_param(Rule::kFlush, param, true);
     check_row_step(Rule::kFlush, state[0], param);
@@ -212,7 +212,7 @@ bool check_flush(const at::Tensor& param, at::TensorList state) {
 
 template <typename Rule>
 void row_flush_cpu(const at::Tensor& param, at::TensorList state) {
-  const WriteToTables write(param);
+  const TableWriteGuard write(param);
   if (check_flush<Rule>(param, state)) {
     Rule::flush(param, state, !use_reference() && Rule::fits_kernel(param, state));
   }
@@ -220,7 +220,7 @@ void row_flush_cpu(const at::Tensor& param, at::TensorList state) {
 
 template <typename Rule>
 void row_flush_composite(const at::Tensor& param, at::TensorList state) {
-  const WriteToTables write(param);
+  const TableWriteGuard write(param);
   if (check_flush<Rule>(param, state)) {
     const HostState host(state, Rule::kHostState);
     Rule::flush(param, host, false);

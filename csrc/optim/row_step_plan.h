@@ -128,7 +128,7 @@ using RowStep = void(at::TensorList, const c10::List<std::optional<at::Tensor>>&
 template <typename Rule>
 using StepOf = ParamStep<typename Rule::Options>;
 
-inline bool keeps_rows(at::TensorList state) { return state[0].scalar_type() == at::kLong; }
+inline bool has_row_state(at::TensorList state) { return state[0].scalar_type() == at::kLong; }
 /// Checks that `step` is int64 [] on param's device.
 void check_row_step(const char* op, const at::Tensor& step, const at::Tensor& param);
 void check_dense_step(const char* op, const at::Tensor& step);
@@ -150,7 +150,7 @@ at::Tensor all_rows(const at::Tensor& param);
 /// Checks that `lr` is a floating-point tensor with one element, on the CPU or on param's device.
 void check_learning_rate(const char* op, const at::Tensor& lr, const at::Tensor& param);
 /// Returns whether a learning rate is on the CPU and has a value (a fake tensor has none).
-inline bool lies_on_host(const at::Tensor& lr) {
+inline bool is_on_host(const at::Tensor& lr) {
   return lr.is_cpu() && !lr.unsafeGetTensorImpl()->is_python_dispatch();
 }
 /// Returns the value of a learning rate on the CPU.
@@ -159,12 +159,12 @@ double read_learning_rate(const at::Tensor& lr);
 inline at::Tensor scalar_of(const at::Tensor& lr) { return lr.dim() == 0 ? lr : lr.reshape({}); }
 void check_lengths(const char* op, size_t params, size_t rows, size_t values, size_t options,
                    at::IntArrayRef counts);
-[[noreturn]] void wrong_state(const char* op, size_t param, size_t expected, size_t got);
+[[noreturn]] void report_wrong_state(const char* op, size_t param, size_t expected, size_t got);
 
 template <typename Rule>
 void check_param(const char* op, const StepOf<Rule>& step) {
-  const bool rows = keeps_rows(step.state);
-  if (given(step.rows)) {
+  const bool rows = has_row_state(step.state);
+  if (is_defined(step.rows)) {
     check_row_gradient(op, step.param, *step.rows, step.values);
   } else {
     check_row_param(op, step.param, rows);
@@ -192,7 +192,7 @@ StepOf<Rule> part_of_step(const at::Tensor& param, OptionalTensor rows, const at
                           at::TensorList state, const typename Rule::Options& options, size_t group,
                           const LearningRates& lrs) {
   StepOf<Rule> step{param, std::move(rows), values, state, &options, group};
-  if (!given(step.rows) && values.layout() != at::kStrided) {
+  if (!is_defined(step.rows) && values.layout() != at::kStrided) {
     TORCH_CHECK(param.dim() <= 2, Rule::kName,
                 ": expected a parameter with 1 or 2 dimensions for a sparse gradient, got shape ",
                 param.sym_sizes());
@@ -222,9 +222,9 @@ std::vector<StepOf<Rule>> plan_step(at::TensorList params,
     for (int64_t j = 0; j < counts[group]; ++j) {
       const size_t i = steps.size(), left = state.size() - at;
       const size_t size =
-          left > 0 && keeps_rows(state.slice(at)) ? Rule::kRowState : Rule::kDenseState;
+          left > 0 && has_row_state(state.slice(at)) ? Rule::kRowState : Rule::kDenseState;
       if (size > left) {
-        wrong_state(Rule::kStep, i, size, left);
+        report_wrong_state(Rule::kStep, i, size, left);
       }
       steps.push_back(part_of_step<Rule>(params[i], rows.get(i), values[i], state.slice(at, size),
                                          options[group], group, lrs));
@@ -233,7 +233,7 @@ std::vector<StepOf<Rule>> plan_step(at::TensorList params,
     }
   }
   if (at != state.size()) {
-    wrong_state(Rule::kStep, params.size(), 0, state.size() - at);
+    report_wrong_state(Rule::kStep, params.size(), 0, state.size() - at);
   }
   return steps;
 }
@@ -248,7 +248,7 @@ std::vector<typename Rule::Options> group_options(const c10::List<std::string>& 
   std::vector<typename Rule::Options> options;
   for (size_t i = 0; i < texts.size(); ++i) {
     options.push_back(parse_options<typename Rule::Options>(Rule::kStep, texts.get(i)));
-    if (lrs.has_value() && lies_on_host((*lrs)[i])) {
+    if (lrs.has_value() && is_on_host((*lrs)[i])) {
       check_learning_rate(Rule::kStep, (*lrs)[i], (*lrs)[i]);
       options.back().lr(read_learning_rate((*lrs)[i]));
     }
@@ -270,9 +270,9 @@ template <typename Rule>
 typename Rule::Options rows_options(std::string_view text, const OptionalTensor& lr,
                                     const at::Tensor& param, bool reads) {
   auto options = parse_options<typename Rule::Options>(Rule::kRows, text);
-  if (given(lr)) {
+  if (is_defined(lr)) {
     check_learning_rate(Rule::kRows, *lr, param);
-    if (lies_on_host(*lr) || reads) {
+    if (is_on_host(*lr) || reads) {
       options.lr(read_learning_rate(lr->is_cpu() ? *lr : lr->cpu()));
     }
   }
@@ -284,7 +284,7 @@ template <typename Rule>
 StepOf<Rule> plan_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows,
                        const at::Tensor& values, const typename Rule::Options& options) {
   if (state.size() != Rule::kRowState) {
-    wrong_state(Rule::kRows, 0, Rule::kRowState, state.size());
+    report_wrong_state(Rule::kRows, 0, Rule::kRowState, state.size());
   }
   options.check();
   check_row_step(Rule::kRows, state[0], param);

@@ -64,26 +64,27 @@ at::ScalarType element_state_dtype(const char* op, const Tensor& param,
 }
 
 LearningRate learning_rate(double value, const OptionalTensor& lr, const Tensor& param,
-                           Tensor& kept) {
-  if (!given(lr) || lr->device() != param.device()) {
+                           Tensor& lr_storage) {
+  if (!is_defined(lr) || lr->device() != param.device()) {
     return {value};
   }
-  kept = lr->scalar_type() == at::kFloat || lr->scalar_type() == at::kDouble ? *lr
-                                                                             : lr->to(at::kDouble);
-  const bool single = kept.scalar_type() == at::kFloat;
-  return {value, single ? kept.const_data_ptr<float>() : nullptr,
-          single ? nullptr : kept.const_data_ptr<double>()};
+  lr_storage = lr->scalar_type() == at::kFloat || lr->scalar_type() == at::kDouble
+      ? *lr
+      : lr->to(at::kDouble);
+  const bool single = lr_storage.scalar_type() == at::kFloat;
+  return {value, single ? lr_storage.const_data_ptr<float>() : nullptr,
+          single ? nullptr : lr_storage.const_data_ptr<double>()};
 }
 
 std::tuple<Tensor, Tensor> touched_rows(const Tensor& rows, const Tensor& values) {
   auto [sorted, sums] = sum_equal_rows(rows, values.to(opmath_dtype(values.scalar_type())));
   const Tensor differs = sums.ne(0);
-  const Tensor keep = (sums.dim() == 2 ? differs.any(1) : differs).nonzero().squeeze(1);
-  return {sorted.index_select(0, keep), sums.index_select(0, keep)};
+  const Tensor buffer_factor = (sums.dim() == 2 ? differs.any(1) : differs).nonzero().squeeze(1);
+  return {sorted.index_select(0, buffer_factor), sums.index_select(0, buffer_factor)};
 }
 
 Tensor rounded_rows(const Tensor& rows, const Tensor& ids, int64_t step, at::ScalarType dtype,
-                    RoundingOf of) {
+                    RoundingTarget rounding_target) {
   if (opmath_dtype(dtype) == dtype) {
     return rows;
   }
@@ -91,13 +92,13 @@ Tensor rounded_rows(const Tensor& rows, const Tensor& ids, int64_t step, at::Sca
                             .contiguous(),
                host_ids = ids.to(at::kCPU).contiguous();
   const int64_t width = rows.dim() == 2 ? rows.size(1) : 1;
-  const auto bits = of == RoundingOf::Table ? table_bits
-      : of == RoundingOf::State             ? state_bits
-                                            : second_state_bits;
+  const auto bits = rounding_target == RoundingTarget::Table ? table_bits
+      : rounding_target == RoundingTarget::State             ? state_bits
+                                                             : second_state_bits;
   float* const x = result.mutable_data_ptr<float>();
-  const StepRounding of_step = step_rounding(step, true);
+  const StepRounding step_random = step_rounding(step, true);
   for (int64_t i = 0; i < host_ids.numel(); ++i) {
-    const RowRounding random = row_rounding(of_step, host_ids.const_data_ptr<int64_t>()[i]);
+    const RowRounding random = row_rounding(step_random, host_ids.const_data_ptr<int64_t>()[i]);
     for (int64_t d = 0; d < width; ++d) {
       float& element = x[i * width + d];
       element =

@@ -61,10 +61,10 @@ struct LearningRate {
     return single != nullptr ? double(*single) : wide != nullptr ? *wide : value;
   }
 };
-/// Returns `value` or, if given, `lr` on param's device. `kept` keeps that tensor alive, in a dtype
-/// that kernels read.
+/// Returns `value` or, if given, `lr` on param's device. `lr_storage` keeps that tensor alive, in a
+/// dtype that kernels read.
 LearningRate learning_rate(double value, const OptionalTensor& lr, const at::Tensor& param,
-                           at::Tensor& kept);
+                           at::Tensor& lr_storage);
 
 /// Computes the factor of decoupled weight decay in a step and its logarithm. If the learning rate
 /// is on the device, both are computed there.
@@ -90,12 +90,12 @@ struct StepDecay {
 /// dtype.
 std::tuple<at::Tensor, at::Tensor> touched_rows(const at::Tensor& rows, const at::Tensor& values);
 /// Selects which of an element's three groups of 16 random bits to use.
-enum class RoundingOf { Table, State, SecondState };
+enum class RoundingTarget { Table, State, SecondState };
 /// Rounds `rows`, the rows `ids` of a tensor of type `dtype`, to values that `dtype` can hold, by
 /// stochastic rounding, and returns them in opmath dtype. Returns them unchanged if `dtype` is not
 /// 16-bit.
 at::Tensor rounded_rows(const at::Tensor& rows, const at::Tensor& ids, int64_t step,
-                        at::ScalarType dtype, RoundingOf of);
+                        at::ScalarType dtype, RoundingTarget rounding_target);
 /// Reshapes one number per row so that it broadcasts over rows of `like`.
 at::Tensor per_row(const at::Tensor& numbers, const at::Tensor& like);
 

@@ -35,9 +35,9 @@ void dispatch_rows(const at::Tensor& param, const at::Tensor& state, const Funct
 /// Returns the random numbers of a row, or zeros if neither T nor S needs stochastic rounding.
 template <typename T, typename S>
 RowRounding rounding_of(const StepRounding& step, int64_t row) {
-  const bool by_chance =
+  const bool stochastic =
       !std::is_same_v<S, opmath<T>> || (step.table && !std::is_same_v<T, opmath<T>>);
-  return by_chance ? row_rounding(step, row) : RowRounding{};
+  return stochastic ? row_rounding(step, row) : RowRounding{};
 }
 
 /// A tensor whose row r is the `width` contiguous elements at data + r * stride. A [N] tensor has
@@ -100,9 +100,9 @@ void update_rows(const at::Tensor& param, const at::Tensor& rows, const at::Tens
     for (int64_t g = first; g < last; ++g) {
       const int64_t ahead = g + count_ahead < last ? row_of(g + count_ahead) : -1;
       const auto members = groups[g];
-      if (const opmath<T>* of_row = kernels.sum_rows(
+      if (const opmath<T>* row_sum = kernels.sum_rows(
               sum.data(), const_data<T>(values), members.data(), int64_t(members.size()), width)) {
-        update(row_of(g), of_row, ahead);
+        update(row_of(g), row_sum, ahead);
       } else {
         prefetch(ahead);
       }
@@ -129,7 +129,7 @@ void update_all_rows(const at::Tensor& param, int64_t width, const MakeUpdate& m
 /// Caches values that depend only on the step of a row's last gradient. Most rows of a batch share
 /// a few such steps, and a power costs as much as updating a row.
 template <typename Value>
-class ByStep {
+class StepCache {
  public:
   template <typename Make>
   const Value& of(int64_t s, const Make& make) {

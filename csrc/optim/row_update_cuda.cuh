@@ -25,30 +25,32 @@
 //     wide                             whether its rows can be read 16 bytes at a time (rows of
 //                                      float32 state of a 16-bit parameter: 32)
 //     Old read(row)                    reads the values that finish() overwrites
-//     Row begin<kAlone>(row, old)      computes the coefficients; called by single threads (kAlone)
+//     Row begin<kOneThread>(row, old)      computes the coefficients; called by single threads
+//     (kOneThread)
 //                                      or by whole warps
 //     Elements<N> fetch<N>(row, d)     loads N elements of the row and its state from d on, before
 //                                      their coefficients are known
-//     kOneSum; squares, with_squares   set in rules that need the mean of squares before the update
+//     kOneSum; squares, set_mean_square   set in rules that need the mean of squares before the
+//     update
 //                                      (row-wise Adagrad and Adam)
 //     update(Row, Elements, row, d, g) updates those elements, by their summed gradient
 //     finish(Row, row)                 called by one thread
-//     catch_up<N, kAlone>(due, row, width, thread)
+//     catch_up<N, kOneThread>(action, row, width, thread)
 //                                      applies a row's pending updates
 //
 // A step must read and write at least: the R rows of values and, for the unique rows, param and
 // state, each read and written once. row_update_kernel transfers exactly that, plus 16 bytes per
-// row for its position, as long as registers can hold a row (kHeld): up to 4,096 columns, or 2,048
-// for float64 or for rows that are not 16-byte aligned. For rows that occur more than 32 times, the
-// sums of chunks add 1/32 of their values, written and read. Gradients of the losses arrive sorted
-// (table/sorted_ids.h), others are sorted first.
+// row for its position, as long as registers can hold a row (kPacksPerThread): up to 4,096 columns,
+// or 2,048 for float64 or for rows that are not 16-byte aligned. For rows that occur more than 32
+// times, the sums of chunks add 1/32 of their values, written and read. Gradients of the losses
+// arrive sorted (table/sorted_ids.h), others are sorted first.
 
 namespace xsoftmax::cuda {
 
 using namespace on_device;
 
 /// Action required on all rows before a step.
-enum class Due { Nothing, Flush, Rebase };
+enum class PendingAction { Nothing, Flush, Rebase };
 
 /// Calls function(T{}, S{}) with the types of a parameter and of its state; S is bfloat16 or the
 /// opmath type of T.
@@ -67,7 +69,7 @@ void dispatch_rows(const at::Tensor& param, const at::Tensor& state, const Funct
 }
 
 /// The pending steps of the rows, and the coefficients of the following steps.
-struct Deferred {
+struct DevicePendingSteps {
   int64_t* step;
   double* pending;
   int64_t capacity;
@@ -84,28 +86,29 @@ struct Deferred {
     return pending[1] != next[0] || pending[2] != next[1] || pending[3] != next[2];
   }
 
-  __device__ Due due() const {
-    const int64_t taken = *step, caught_up = int64_t(pending[0]);
-    CUDA_KERNEL_ASSERT(taken >= 0 && taken < INT32_MAX && caught_up >= 0 && caught_up <= taken &&
-                       taken - caught_up <= capacity);
+  __device__ PendingAction action() const {
+    const int64_t step_count = *step, caught_up = int64_t(pending[0]);
+    CUDA_KERNEL_ASSERT(step_count >= 0 && step_count < INT32_MAX && caught_up >= 0 &&
+                       caught_up <= step_count && step_count - caught_up <= capacity);
     if (!flush && changed()) {
-      return taken > 0 ? Due::Rebase : Due::Nothing;
+      return step_count > 0 ? PendingAction::Rebase : PendingAction::Nothing;
     }
-    return taken - caught_up >= (flush ? 1 : capacity) ? Due::Flush : Due::Nothing;
+    return step_count - caught_up >= (flush ? 1 : capacity) ? PendingAction::Flush
+                                                            : PendingAction::Nothing;
   }
 
   /// Returns whether this step starts without pending updates, because catch_up_kernel applies them
   /// first or no step was taken under these coefficients.
-  __device__ bool catches_up() const { return changed() || due() != Due::Nothing; }
+  __device__ bool must_catch_up() const { return changed() || action() != PendingAction::Nothing; }
 
   /// Returns the pending updates of a row before the step, whose last gradient was in step s.
   __device__ PendingEntry entry_of(int64_t s, double ratio) const {
-    return catches_up() ? PendingEntry{0, 1} : pending_table(pending, capacity, *step, ratio)(s);
+    return must_catch_up() ? PendingEntry{0, 1} : pending_table(pending, capacity, *step, ratio)(s);
   }
 #endif
 };
 
-inline Deferred deferred(const at::Tensor& step, const at::Tensor& pending) {
+inline DevicePendingSteps device_pending(const at::Tensor& step, const at::Tensor& pending) {
   return {step.mutable_data_ptr<int64_t>(),
           pending.mutable_data_ptr<double>(),
           pending_capacity(pending.numel()),
@@ -114,8 +117,8 @@ inline Deferred deferred(const at::Tensor& step, const at::Tensor& pending) {
           pending_rounding(pending.mutable_data_ptr<double>(), pending.numel()),
           false};
 }
-inline Deferred deferred(const at::Tensor& step, const at::Tensor& pending, double a, double b,
-                         double c, bool rounds) {
+inline DevicePendingSteps device_pending(const at::Tensor& step, const at::Tensor& pending,
+                                         double a, double b, double c, bool rounds) {
   return {step.mutable_data_ptr<int64_t>(),
           pending.mutable_data_ptr<double>(),
           pending_capacity(pending.numel()),
@@ -127,11 +130,11 @@ inline Deferred deferred(const at::Tensor& step, const at::Tensor& pending, doub
 
 #ifdef __CUDACC__
 /// Threads of a block that updates one row.
-constexpr int kMostThreads = 512;
+constexpr int kMaxThreads = 512;
 
 /// Packs of N columns of a row that a thread holds in registers.
 template <int N>
-constexpr int kHeld = N == 1 ? 4 : (N == 8 ? 1 : 2);
+constexpr int kPacksPerThread = N == 1 ? 4 : (N == 8 ? 1 : 2);
 
 /// Rounds N elements from d on to type T by stochastic rounding; no-op if T is not a 16-bit type.
 /// `bits`: TableBits, StateBits or SecondStateBits.
@@ -171,10 +174,10 @@ __device__ inline RowRounding rounding_of(int64_t step, int64_t row, bool table)
                                            : RowRounding{};
 }
 
-/// Computes base(i)^exponent(i) for i < P. If not kAlone, the lanes of a warp share the work.
-template <bool kAlone, int P, typename Base, typename Exponent>
+/// Computes base(i)^exponent(i) for i < P. If not kOneThread, the lanes of a warp share the work.
+template <bool kOneThread, int P, typename Base, typename Exponent>
 __device__ inline void powers(double (&result)[P], const Base& base, const Exponent& exponent) {
-  if constexpr (kAlone) {
+  if constexpr (kOneThread) {
 #pragma unroll
     for (int i = 0; i < P; ++i) {
       result[i] = integer_power(base(i), exponent(i));
@@ -203,10 +206,10 @@ __device__ inline T team_sum(T mine) {
 /// of equal rows sums them; a sum of zeros changes nothing. kPieces: for rows too wide for a block
 /// to hold, which are read once to test for zeros and then again.
 template <typename Rule, int N, bool kPieces>
-__global__ void __launch_bounds__(kMostThreads, 1)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     row_update_kernel(Rule rule, SortedGradient<typename Rule::Scalar> g) {
   using M = at::opmath_type<typename Rule::Scalar>;
-  constexpr int K = kPieces ? 1 : kHeld<N>;
+  constexpr int K = kPieces ? 1 : kPacksPerThread<N>;
   const int64_t d = int64_t(threadIdx.x) * N, stride = int64_t(blockDim.x) * N, piece = stride * K;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; i < g.count;
        i += int64_t(gridDim.x) * blockDim.y) {
@@ -216,12 +219,12 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const int64_t row = g.rows[i];
     const auto old = rule.read(row); // before the barrier, after which a thread overwrites it
     M sum[K][N];
-    typename Rule::template Elements<N> held[K];
+    typename Rule::template Elements<N> elements[K];
     const auto fetch = [&](int64_t from) {
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         if (from + k * stride < g.width) {
-          held[k] = rule.template fetch<N>(row, from + k * stride);
+          elements[k] = rule.template fetch<N>(row, from + k * stride);
         }
       }
     };
@@ -260,15 +263,16 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         }
       }
     };
-    auto of_row = rule.template begin<false>(row, old);
+    auto row_update = rule.template begin<false>(row, old);
     if constexpr (Rule::kOneSum) {
       M squares = 0;
-      for_packs([&](int k, int64_t) { squares += rule.squares(held[k], sum[k]); });
-      rule.with_squares(of_row, team_sum(squares) / M(g.width));
+      for_packs([&](int k, int64_t) { squares += rule.squares(elements[k], sum[k]); });
+      rule.set_mean_square(row_update, team_sum(squares) / M(g.width));
     }
-    for_packs([&](int k, int64_t column) { rule.update(of_row, held[k], row, column, sum[k]); });
+    for_packs(
+        [&](int k, int64_t column) { rule.update(row_update, elements[k], row, column, sum[k]); });
     if (threadIdx.x == 0) {
-      rule.finish(of_row, row);
+      rule.finish(row_update, row);
     }
   }
 }
@@ -287,64 +291,68 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (sum[0] == 0) {
       continue;
     }
-    auto of_row = rule.template begin<true>(row, rule.read(row));
-    const auto held = rule.template fetch<1>(row, 0);
+    auto row_update = rule.template begin<true>(row, rule.read(row));
+    const auto elements = rule.template fetch<1>(row, 0);
     if constexpr (Rule::kOneSum) {
-      rule.with_squares(of_row, rule.squares(held, sum));
+      rule.set_mean_square(row_update, rule.squares(elements, sum));
     }
-    rule.update(of_row, held, row, 0, sum);
-    rule.finish(of_row, row);
+    rule.update(row_update, elements, row, 0, sum);
+    rule.finish(row_update, row);
   }
 }
 
 /// Catches up all rows if due; otherwise all threads return immediately. One warp per row, or one
 /// thread per row of width 1. Reads and writes param and reads the state that decides the movement,
 /// for rows with pending updates; if options have changed, also writes that state.
-template <typename Rule, int N, bool kAlone>
+template <typename Rule, int N, bool kOneThread>
 __global__ void __launch_bounds__(kThreads, 2)
     catch_up_kernel(Rule rule, int64_t rows, int64_t width) {
-  const Due due = rule.deferred.due();
-  if (due == Due::Nothing) {
+  const PendingAction action = rule.device_pending.action();
+  if (action == PendingAction::Nothing) {
     return;
   }
-  constexpr int kTeam = kAlone ? 1 : kWarp;
+  constexpr int kTeam = kOneThread ? 1 : kWarp;
   for (int64_t row = global_thread() / kTeam; row < rows; row += grid_threads() / kTeam) {
-    rule.template catch_up<N, kAlone>(due, row, width, kAlone ? 0 : lane());
+    rule.template catch_up<N, kOneThread>(action, row, width, kOneThread ? 0 : lane());
   }
 }
 
 constexpr int kAdvanceThreads = 256;
 
 /// Finishes a step in one block: increments the step counter and records the pending updates of
-/// this step. `rate`(t) is the movement per unit of direction in step t, `of_step` its decay.
-/// always: record the step even if the table of steps was empty before.
+/// this step. `rate`(t) is the movement per unit of direction in step t, `step_decay` its decay.
+/// always_pending: record the step even if the table of steps was empty before.
 template <typename Rate>
 __global__ void __launch_bounds__(kAdvanceThreads)
-    advance_kernel(Deferred deferred, Rate rate, double ratio, StepDecay of_step, bool always) {
-  const int64_t taken = *deferred.step, caught_up = int64_t(deferred.pending[0]);
-  const bool catches_up = deferred.catches_up();
-  const bool pending = always || (!catches_up && taken > caught_up);
+    advance_kernel(DevicePendingSteps device_pending, Rate rate, double ratio, StepDecay step_decay,
+                   bool always_pending) {
+  const int64_t step_count = *device_pending.step, caught_up = int64_t(device_pending.pending[0]);
+  const bool must_catch_up = device_pending.must_catch_up();
+  const bool pending = always_pending || (!must_catch_up && step_count > caught_up);
   __syncthreads(); // before any thread writes
-  double* const header = deferred.pending;
+  double* const header = device_pending.pending;
   if (threadIdx.x == 0) {
-    *deferred.step = taken + 1;
-    if (deferred.rounding != nullptr) {
-      *deferred.rounding = double(deferred.rounds);
+    *device_pending.step = step_count + 1;
+    if (device_pending.rounding != nullptr) {
+      *device_pending.rounding = double(device_pending.rounds);
     }
-    if (catches_up || !pending) {
-      header[0] = double(pending ? taken : taken + 1);
-      header[1] = deferred.next[0];
-      header[2] = deferred.next[1];
-      header[3] = deferred.next[2];
-      header[PendingTable::kHeader] = header[PendingTable::kHeader + deferred.capacity + 1] = 0;
+    if (must_catch_up || !pending) {
+      header[0] = double(pending ? step_count : step_count + 1);
+      header[1] = device_pending.next[0];
+      header[2] = device_pending.next[1];
+      header[3] = device_pending.next[2];
+      header[PendingTable::kHeader] = header[PendingTable::kHeader + device_pending.capacity + 1] =
+          0;
     }
   }
   __syncthreads();
   if (!pending) {
     return;
   }
-  const PendingTable table = pending_table(deferred.pending, deferred.capacity, taken, ratio);
-  const double log_decay = of_step.log(), decay = std::exp(log_decay), moved = rate(taken + 1);
+  const PendingTable table =
+      pending_table(device_pending.pending, device_pending.capacity, step_count, ratio);
+  const double log_decay = step_decay.log(), decay = std::exp(log_decay),
+               moved = rate(step_count + 1);
   for (int64_t i = table.first_moved() + threadIdx.x; i <= table.count; i += blockDim.x) {
     table.move(i, decay, moved, integer_power(ratio, table.count + 1 - i));
   }
@@ -355,21 +363,21 @@ __global__ void __launch_bounds__(kAdvanceThreads)
 }
 
 /// Marks all rows as caught up; one thread.
-static __global__ void clear_pending_kernel(Deferred deferred) {
-  deferred.pending[0] = double(*deferred.step);
-  deferred.pending[PendingTable::kHeader] =
-      deferred.pending[PendingTable::kHeader + deferred.capacity + 1] = 0;
+static __global__ void clear_pending_kernel(DevicePendingSteps device_pending) {
+  device_pending.pending[0] = double(*device_pending.step);
+  device_pending.pending[PendingTable::kHeader] =
+      device_pending.pending[PendingTable::kHeader + device_pending.capacity + 1] = 0;
 }
 
 // ---- Host functions ----
 
 template <typename Rule>
-void update_rows(const Rule& rule, const GradientOfRows& given_gradient, int64_t num_rows) {
+void update_rows(const Rule& rule, const GradientOfRows& row_gradient, int64_t num_rows) {
   using T = typename Rule::Scalar;
-  if (given_gradient.rows.numel() == 0 || given_gradient.values.numel() == 0) {
+  if (row_gradient.rows.numel() == 0 || row_gradient.values.numel() == 0) {
     return;
   }
-  const GradientOnDevice<T> gradient(given_gradient, num_rows);
+  const GradientOnDevice<T> gradient(row_gradient, num_rows);
   const SortedGradient<T>& view = gradient.view;
   const auto stream = c10::cuda::getCurrentCUDAStream();
   if (view.width == 1) {
@@ -382,11 +390,12 @@ void update_rows(const Rule& rule, const GradientOfRows& given_gradient, int64_t
   dispatch_pack<T>(rule.wide && gradient.wide(), [&](auto pack) {
     constexpr int N = decltype(pack)::value;
     gradient.template sum_chunks<N>();
-    const int64_t held = kWarp * N * kHeld<N>, warps = (view.width + held - 1) / held;
-    const dim3 block(unsigned(kWarp * std::min<int64_t>(warps, kMostThreads / kWarp)),
+    const int64_t columns_per_warp = kWarp * N * kPacksPerThread<N>,
+                  warps = (view.width + columns_per_warp - 1) / columns_per_warp;
+    const dim3 block(unsigned(kWarp * std::min<int64_t>(warps, kMaxThreads / kWarp)),
                      warps == 1 ? kThreads / kWarp : 1);
     const unsigned grid = grid_size(view.count, block.y);
-    if (warps <= kMostThreads / kWarp) {
+    if (warps <= kMaxThreads / kWarp) {
       row_update_kernel<Rule, N, false><<<grid, block, 0, stream>>>(rule, view);
     } else { // rare, and therefore without a variant for 16-byte loads
       row_update_kernel<Rule, 1, true><<<grid, block, 0, stream>>>(rule, view);
@@ -422,15 +431,15 @@ void catch_up(const Rule& rule, const at::Tensor& param) {
 
 /// Launches advance_kernel after the rows have been updated.
 template <typename Rate>
-void advance(const Deferred& deferred, const Rate& rate, double ratio, const StepDecay& decay,
-             bool always) {
+void advance(const DevicePendingSteps& device_pending, const Rate& rate, double ratio,
+             const StepDecay& decay, bool always_pending) {
   advance_kernel<Rate><<<1, kAdvanceThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-      deferred, rate, ratio, decay, always);
+      device_pending, rate, ratio, decay, always_pending);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-inline void clear_pending(const Deferred& deferred) {
-  clear_pending_kernel<<<1, 1, 0, c10::cuda::getCurrentCUDAStream()>>>(deferred);
+inline void clear_pending(const DevicePendingSteps& device_pending) {
+  clear_pending_kernel<<<1, 1, 0, c10::cuda::getCurrentCUDAStream()>>>(device_pending);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 #endif
@@ -438,14 +447,14 @@ inline void clear_pending(const Deferred& deferred) {
 /// Takes a step by terms (table/row_terms.h), for the CUDA kernels of "row_*_terms_". `take_step`
 /// checks the call and passes the options to the function that it is given; `rows_cuda` steps by a
 /// gradient that is written out, for tables that the kernels do not fit.
-template <auto take_step, auto fits, auto step_rows, auto rows_cuda>
+template <auto take_step, auto supports_kernel, auto step_rows, auto rows_cuda>
 void step_by_terms(const at::Tensor& param, at::TensorList state, const at::Tensor& rows,
                    const at::Tensor& sources, const at::Tensor& coefficients,
                    const at::Tensor& input, std::string_view options, const OptionalTensor& lr) {
   const RowTerms terms{rows, sources, coefficients, input};
   const c10::cuda::CUDAGuard guard(param.device());
   take_step(param, state, terms, options, lr, [&](const auto& numbers) {
-    if (fits(param, state) && takes_terms(terms, param.size(0))) {
+    if (supports_kernel(param, state) && supports_terms(terms, param.size(0))) {
       step_rows(param, state, GradientOfRows(terms), numbers, lr);
     } else {
       rows_cuda(param, state, rows, values_of(terms), options, lr);

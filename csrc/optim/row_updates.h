@@ -14,8 +14,8 @@ template <typename M>
 struct MomentumStep {
   M decay; ///< factor of the parameter, over the pending steps and this one
   M drift; ///< movement of the pending steps, in units of the old buffer
-  M keep; ///< factor of the buffer, over the pending steps and this one
-  M take;     ///< 1 - dampening
+  M buffer_factor; ///< factor of the buffer, over the pending steps and this one
+  M gradient_factor;     ///< 1 - dampening
   M momentum; ///< of the look-ahead; read if nesterov is set
   M lr;
   bool nesterov;
@@ -33,10 +33,10 @@ struct AdamStep {
   M decay; ///< factor of the parameter, over the pending steps and this one
   M step_size; ///< lr / (1 - beta1^t)
   M scale;     ///< 1 / sqrt(1 - beta2^t)
-  M keep1; ///< factor of the first moment, over the pending steps and this one
-  M take1;     ///< 1 - beta1
-  M keep2; ///< factor of the second moment, likewise
-  M take2;     ///< 1 - beta2
+  M first_factor; ///< factor of the first moment, over the pending steps and this one
+  M one_minus_beta1;     ///< 1 - beta1
+  M second_factor; ///< factor of the second moment, likewise
+  M one_minus_beta2;     ///< 1 - beta2
   M eps;
   M pending; ///< movement of the pending steps, in units of old m / (sqrt(old v) + pending_eps)
   M pending_eps;
@@ -63,7 +63,7 @@ struct RowUpdates {
   /// w = decay w - lr g
   void (*sgd)(T* w, const M* g, M decay, M lr, const RowRounding& random, int64_t width,
               const Ahead& ahead);
-  ///   buffer' = keep buffer + take g
+  ///   buffer' = buffer_factor buffer + gradient_factor g
   ///   w = decay w - drift buffer - lr (nesterov ? g + momentum buffer' : buffer')
   void (*momentum)(T* w, S* buffer, const M* g, const MomentumStep<M>& step,
                    const RowRounding& random, int64_t width, const Ahead& ahead);
@@ -74,18 +74,18 @@ struct RowUpdates {
   void (*adagrad_row)(T* w, M* sum, const M* g, const AdagradStep<M>& step,
                       const RowRounding& random, int64_t width, const Ahead& ahead);
   ///   w = decay w - pending m / (sqrt(v) + pending_eps)
-  ///   m = keep1 m + take1 g;  v = keep2 v + take2 g^2
+  ///   m = first_factor m + one_minus_beta1 g;  v = second_factor v + one_minus_beta2 g^2
   ///   w -= step_size m / (scale sqrt(v) + eps)
   ///
-  /// 0 / 0 is 0. If g is nullptr, only decays and pending movement are applied: m = keep1 m, v =
-  /// keep2 v, and the last line is skipped.
+  /// 0 / 0 is 0. If g is nullptr, only decays and pending movement are applied: m = first_factor m,
+  /// v = second_factor v, and the last line is skipped.
   void (*adam)(T* w, S* m, S* v, const M* g, const AdamStep<M>& step, const RowRounding& random,
                int64_t width, const Ahead& ahead);
   /// The same with one v per row, of the mean of g^2.
   void (*adam_row)(T* w, S* m, M* v, const M* g, const AdamStep<M>& step, const RowRounding& random,
                    int64_t width, const Ahead& ahead);
-  /// w = decay w - drift buffer;  buffer *= keep
-  void (*drift)(T* w, S* buffer, M decay, M drift, M keep, const RowRounding& random,
+  /// w = decay w - drift buffer;  buffer *= buffer_factor
+  void (*drift)(T* w, S* buffer, M decay, M drift, M buffer_factor, const RowRounding& random,
                 int64_t width);
   /// w *= decay
   void (*decay)(T* w, M decay, const RowRounding& random, int64_t width);

@@ -38,12 +38,12 @@ const opmath<T>* sum_rows(opmath<T>* __restrict sum, const T* values, const int6
 }
 
 /// Start of a loop with stochastic rounding: an element, and its summand to the row's key.
-struct Place {
+struct ElementPosition {
   int64_t d;
   uint32_t element;
 };
-constexpr Place place(int64_t d) { return {d, kElement * uint32_t(d)}; }
-constexpr Place kBegin = place(0);
+constexpr ElementPosition element_position(int64_t d) { return {d, kElement * uint32_t(d)}; }
+constexpr ElementPosition kBegin = element_position(0);
 
 template <typename T>
 inline void prefetch_part(const T* row, int64_t begin, int64_t end) {
@@ -57,7 +57,7 @@ inline void prefetch_part(const T* row, int64_t begin, int64_t end) {
 /// before each call. Parts have a constant size where possible, so that their loops need no
 /// remainder.
 template <typename T, typename S, typename Loop>
-inline void in_parts(const RowsAhead<T, S>& ahead, int64_t width, const Loop& loop) {
+inline void for_parts(const RowsAhead<T, S>& ahead, int64_t width, const Loop& loop) {
   constexpr int64_t kPart = 64; // in elements: whole cache lines, and whole vectors of any type
   int64_t begin = 0;
   const auto prefetch = [&](int64_t end) {
@@ -78,7 +78,7 @@ inline void in_parts(const RowsAhead<T, S>& ahead, int64_t width, const Loop& lo
 /// Stores x in type T, by stochastic rounding with the 16 bits of `random` if kRandom, else to
 /// nearest.
 template <bool kRandom, typename T>
-inline void put(T* to, opmath<T> x, uint32_t random) {
+inline void store_rounded(T* to, opmath<T> x, uint32_t random) {
   if constexpr (!kRandom || std::is_same_v<T, opmath<T>>) {
     store(to, x);
   } else if constexpr (std::is_same_v<T, Bf16>) {
@@ -91,7 +91,7 @@ inline void put(T* to, opmath<T> x, uint32_t random) {
 
 /// Calls loop(std::bool_constant<whether the table uses stochastic rounding>).
 template <typename T, typename Loop>
-inline void by_rounding(const RowRounding& random, const Loop& loop) {
+inline void dispatch_rounding(const RowRounding& random, const Loop& loop) {
   if constexpr (!std::is_same_v<T, opmath<T>>) {
     if (random.table) {
       loop(std::true_type());
@@ -104,10 +104,10 @@ inline void by_rounding(const RowRounding& random, const Loop& loop) {
 template <typename T, typename S>
 void sgd(T* __restrict w, const opmath<T>* __restrict g, opmath<T> decay, opmath<T> lr,
          const RowRounding& random, int64_t width, const RowsAhead<T, S>& ahead) {
-  by_rounding<T>(random, [=, r = random, &ahead](auto by_chance) {
-    in_parts(ahead, width, [=](int64_t begin, int64_t end) {
-      for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
-        put<by_chance>(w + d, decay * load(w[d]) - lr * g[d], table_bits(r, e));
+  dispatch_rounding<T>(random, [=, r = random, &ahead](auto stochastic) {
+    for_parts(ahead, width, [=](int64_t begin, int64_t end) {
+      for (auto [d, e] = element_position(begin); d < end; ++d, e += kElement) {
+        store_rounded<stochastic>(w + d, decay * load(w[d]) - lr * g[d], table_bits(r, e));
       }
     });
   });
@@ -118,14 +118,14 @@ template <typename T, typename S>
 void momentum(T* __restrict w, S* __restrict buffer, const opmath<T>* __restrict g,
               const MomentumStep<opmath<T>>& step, const RowRounding& random, int64_t width,
               const RowsAhead<T, S>& ahead) {
-  by_rounding<T>(random, [=, s = step, r = random, &ahead](auto by_chance) {
+  dispatch_rounding<T>(random, [=, s = step, r = random, &ahead](auto stochastic) {
     const auto loop = [&](auto nesterov) {
-      in_parts(ahead, width, [=](int64_t begin, int64_t end) {
-        for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
+      for_parts(ahead, width, [=](int64_t begin, int64_t end) {
+        for (auto [d, e] = element_position(begin); d < end; ++d, e += kElement) {
           opmath<T> next = load(buffer[d]);
-          put<by_chance>(w + d, momentum_element(load(w[d]), next, g[d], s, nesterov),
-                         table_bits(r, e));
-          put<true>(buffer + d, next, state_bits(r, e));
+          store_rounded<stochastic>(w + d, momentum_element(load(w[d]), next, g[d], s, nesterov),
+                                    table_bits(r, e));
+          store_rounded<true>(buffer + d, next, state_bits(r, e));
         }
       });
     };
@@ -137,12 +137,13 @@ template <typename T, typename S>
 void adagrad(T* __restrict w, S* __restrict sum, const opmath<T>* __restrict g,
              const AdagradStep<opmath<T>>& step, const RowRounding& random, int64_t width,
              const RowsAhead<T, S>& ahead) {
-  by_rounding<T>(random, [=, s = step, r = random, &ahead](auto by_chance) {
-    in_parts(ahead, width, [=](int64_t begin, int64_t end) {
-      for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
+  dispatch_rounding<T>(random, [=, s = step, r = random, &ahead](auto stochastic) {
+    for_parts(ahead, width, [=](int64_t begin, int64_t end) {
+      for (auto [d, e] = element_position(begin); d < end; ++d, e += kElement) {
         opmath<T> next = load(sum[d]);
-        put<by_chance>(w + d, adagrad_element(load(w[d]), next, g[d], s), table_bits(r, e));
-        put<true>(sum + d, next, state_bits(r, e));
+        store_rounded<stochastic>(w + d, adagrad_element(load(w[d]), next, g[d], s),
+                                  table_bits(r, e));
+        store_rounded<true>(sum + d, next, state_bits(r, e));
       }
     });
   });
@@ -162,26 +163,27 @@ void adagrad_row(T* __restrict w, opmath<T>* __restrict sum, const opmath<T>* __
   }
   *sum += squares / M(width);
   const M rate = adagrad_row_rate(*sum, s);
-  by_rounding<T>(random, [=, r = random, &ahead](auto by_chance) {
-    in_parts(ahead, width, [=](int64_t begin, int64_t end) {
-      for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
+  dispatch_rounding<T>(random, [=, r = random, &ahead](auto stochastic) {
+    for_parts(ahead, width, [=](int64_t begin, int64_t end) {
+      for (auto [d, e] = element_position(begin); d < end; ++d, e += kElement) {
         const M old = load(w[d]), gradient = g[d] + s.weight_decay * old;
-        put<by_chance>(w + d, old - rate * gradient, table_bits(r, e));
+        store_rounded<stochastic>(w + d, old - rate * gradient, table_bits(r, e));
       }
     });
   });
 }
 
 template <typename T, typename S>
-void drift(T* __restrict w, S* __restrict buffer, opmath<T> decay, opmath<T> drift, opmath<T> keep,
-           const RowRounding& random, int64_t width) {
-  by_rounding<T>(random, [=, r = random](auto by_chance) {
+void drift(T* __restrict w, S* __restrict buffer, opmath<T> decay, opmath<T> drift,
+           opmath<T> buffer_factor, const RowRounding& random, int64_t width) {
+  dispatch_rounding<T>(random, [=, r = random](auto stochastic) {
     for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
-      put<by_chance>(w + d, decay * load(w[d]) - drift * load(buffer[d]), table_bits(r, e));
+      store_rounded<stochastic>(w + d, decay * load(w[d]) - drift * load(buffer[d]),
+                                table_bits(r, e));
     }
-    if (keep != 1) {
+    if (buffer_factor != 1) {
       for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
-        put<true>(buffer + d, keep * load(buffer[d]), state_bits(r, e));
+        store_rounded<true>(buffer + d, buffer_factor * load(buffer[d]), state_bits(r, e));
       }
     }
   });
@@ -189,9 +191,9 @@ void drift(T* __restrict w, S* __restrict buffer, opmath<T> decay, opmath<T> dri
 
 template <typename T>
 void decay(T* __restrict w, opmath<T> decay, const RowRounding& random, int64_t width) {
-  by_rounding<T>(random, [=, r = random](auto by_chance) {
+  dispatch_rounding<T>(random, [=, r = random](auto stochastic) {
     for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
-      put<by_chance>(w + d, decay * load(w[d]), table_bits(r, e));
+      store_rounded<stochastic>(w + d, decay * load(w[d]), table_bits(r, e));
     }
   });
 }
@@ -201,31 +203,33 @@ void adam(T* __restrict w, S* __restrict m, S* __restrict v, const opmath<T>* __
           const AdamStep<opmath<T>>& step, const RowRounding& random, int64_t width,
           const RowsAhead<T, S>& ahead) {
   using M = opmath<T>;
-  by_rounding<T>(random, [=, s = step, r = random, &ahead](auto by_chance) {
+  dispatch_rounding<T>(random, [=, s = step, r = random, &ahead](auto stochastic) {
     if (g == nullptr) {
       for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
-        put<by_chance>(w + d, adam_pending_element<M>(load(w[d]), load(m[d]), load(v[d]), s),
-                       table_bits(r, e));
+        store_rounded<stochastic>(w + d,
+                                  adam_pending_element<M>(load(w[d]), load(m[d]), load(v[d]), s),
+                                  table_bits(r, e));
       }
-      if (s.keep1 != 1 || s.keep2 != 1) {
+      if (s.first_factor != 1 || s.second_factor != 1) {
         for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
-          put<true>(m + d, s.keep1 * load(m[d]), state_bits(r, e));
-          put<true>(v + d, s.keep2 * load(v[d]), second_state_bits(r, e));
+          store_rounded<true>(m + d, s.first_factor * load(m[d]), state_bits(r, e));
+          store_rounded<true>(v + d, s.second_factor * load(v[d]), second_state_bits(r, e));
         }
       }
       return;
     }
     const auto loop = [&](auto pending) {
-      in_parts(ahead, width, [=](int64_t begin, int64_t end) {
-        for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
+      for_parts(ahead, width, [=](int64_t begin, int64_t end) {
+        for (auto [d, e] = element_position(begin); d < end; ++d, e += kElement) {
           M x = load(w[d]), first = load(m[d]), second = load(v[d]);
           if constexpr (pending) {
             x = adam_pending_element(x, first, second, s);
           }
-          x = adam_element(x, first, second, g[d], s, pending ? M(1) : s.decay, s.keep1, s.keep2);
-          put<by_chance>(w + d, x, table_bits(r, e));
-          put<true>(m + d, first, state_bits(r, e));
-          put<true>(v + d, second, second_state_bits(r, e));
+          x = adam_element(x, first, second, g[d], s, pending ? M(1) : s.decay, s.first_factor,
+                           s.second_factor);
+          store_rounded<stochastic>(w + d, x, table_bits(r, e));
+          store_rounded<true>(m + d, first, state_bits(r, e));
+          store_rounded<true>(v + d, second, second_state_bits(r, e));
         }
       });
     };
@@ -240,8 +244,8 @@ void adam_row(T* __restrict w, S* __restrict m, opmath<T>* __restrict v,
   using M = opmath<T>;
   const M pending = adam_row_pending(*v, step), old = *v;
   if (g == nullptr) {
-    drift(w, m, step.decay, pending, step.keep1, random, width);
-    *v = step.keep2 * old;
+    drift(w, m, step.decay, pending, step.first_factor, random, width);
+    *v = step.second_factor * old;
     return;
   }
   M squares = 0;
@@ -249,15 +253,16 @@ void adam_row(T* __restrict w, S* __restrict m, opmath<T>* __restrict v,
   for (int64_t d = 0; d < width; ++d) {
     squares += g[d] * g[d];
   }
-  *v = step.keep2 * old + step.take2 * (squares / M(width));
+  *v = step.second_factor * old + step.one_minus_beta2 * (squares / M(width));
   const M rate = adam_row_rate(*v, step);
-  by_rounding<T>(random, [=, s = step, r = random, &ahead](auto by_chance) {
-    in_parts(ahead, width, [=](int64_t begin, int64_t end) {
-      for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
+  dispatch_rounding<T>(random, [=, s = step, r = random, &ahead](auto stochastic) {
+    for_parts(ahead, width, [=](int64_t begin, int64_t end) {
+      for (auto [d, e] = element_position(begin); d < end; ++d, e += kElement) {
         M first = load(m[d]);
-        put<by_chance>(w + d, adam_row_element<M>(load(w[d]), first, g[d], s, pending, rate),
-                       table_bits(r, e));
-        put<true>(m + d, first, state_bits(r, e));
+        store_rounded<stochastic>(w + d,
+                                  adam_row_element<M>(load(w[d]), first, g[d], s, pending, rate),
+                                  table_bits(r, e));
+        store_rounded<true>(m + d, first, state_bits(r, e));
       }
     });
   });

@@ -128,9 +128,9 @@ __device__ inline void sum_row(at::opmath_type<T> (&sum)[K][N], const SortedGrad
     const at::opmath_type<T> coefficient = member ? g.coefficient(mine) : at::opmath_type<T>(0);
 #pragma unroll 2
     for (int m = 0; m < members; ++m) {
-      const at::opmath_type<T> of_member = __shfl_sync(kAllLanes, coefficient, m);
-      add_row(sum, of_member, g.values + __shfl_sync(kAllLanes, place, m) * g.width, g.width, d,
-              stride);
+      const at::opmath_type<T> member_coefficient = __shfl_sync(kAllLanes, coefficient, m);
+      add_row(sum, member_coefficient, g.values + __shfl_sync(kAllLanes, place, m) * g.width,
+              g.width, d, stride);
     }
     if (begin + members < end) {
       return;
@@ -174,8 +174,9 @@ __global__ void __launch_bounds__(kThreads, 2) chunk_sums_kernel(SortedGradient<
     at::opmath_type<T> sum[1][N] = {};
 #pragma unroll 4
     for (int m = 0; m < kWarp; ++m) {
-      const at::opmath_type<T> of_member = __shfl_sync(kAllLanes, coefficient, m);
-      add_row(sum, of_member, g.values + __shfl_sync(kAllLanes, place, m) * g.width, g.width, d, 0);
+      const at::opmath_type<T> member_coefficient = __shfl_sync(kAllLanes, coefficient, m);
+      add_row(sum, member_coefficient, g.values + __shfl_sync(kAllLanes, place, m) * g.width,
+              g.width, d, 0);
     }
     if (d < g.width) {
       store_pack(g.chunks + chunk * g.width + d, sum[0]);
@@ -205,7 +206,7 @@ struct GradientOfRows {
 };
 
 /// Returns whether kernels can read the terms directly.
-inline bool takes_terms(const RowTerms& terms, int64_t num_rows) {
+inline bool supports_terms(const RowTerms& terms, int64_t num_rows) {
   return are_sorted_ids(terms.rows, num_rows) && terms.sources.is_contiguous() &&
       terms.coefficients.is_contiguous();
 }

@@ -118,7 +118,7 @@ void adaptive_grow_(const Tensor& recent, at::TensorList index, at::TensorList g
 PrivateDraws adaptive_sample(std::string_view family, const Tensor& seed, const Tensor& queries,
                              const OptionalTensor& target, at::TensorList index,
                              std::string_view options) {
-  check::given_tensors("adaptive_sample", {{"seed", &seed}, {"queries", &queries}});
+  check::strided_tensors("adaptive_sample", {{"seed", &seed}, {"queries", &queries}});
   const std::shared_lock guard(lock_of("adaptive_sample", index));
   return operator_of<PrivateDraws(const Tensor&, const Tensor&, const OptionalTensor&,
                                   at::TensorList, std::string_view)>(family, "_sample")
@@ -127,7 +127,7 @@ PrivateDraws adaptive_sample(std::string_view family, const Tensor& seed, const 
 
 Tensor adaptive_log_count(std::string_view family, const Tensor& queries, const Tensor& ids,
                           at::TensorList index, std::string_view options) {
-  check::given_tensors("adaptive_log_count", {{"queries", &queries}, {"ids", &ids}});
+  check::strided_tensors("adaptive_log_count", {{"queries", &queries}, {"ids", &ids}});
   const std::shared_lock guard(lock_of("adaptive_log_count", index));
   return operator_of<Tensor(const Tensor&, const Tensor&, at::TensorList, std::string_view)>(
              family, "_log_count")
@@ -137,7 +137,7 @@ Tensor adaptive_log_count(std::string_view family, const Tensor& queries, const 
 Tensor adaptive_refresh_(std::string_view family, const Tensor& weight, const OptionalTensor& bias,
                          const Tensor& step, at::TensorList index, std::string_view options,
                          std::optional<at::Generator> generator) {
-  check::given_tensors("adaptive_refresh_", {{"weight", &weight}, {"step", &step}});
+  check::strided_tensors("adaptive_refresh_", {{"weight", &weight}, {"step", &step}});
   const std::lock_guard guard(state_lock(step));
   return operator_of<Update<Tensor>>(family, "_refresh_")
       .call(detached(weight), detached(bias), step, detached(index), options, std::move(generator));
@@ -146,7 +146,7 @@ Tensor adaptive_refresh_(std::string_view family, const Tensor& weight, const Op
 void adaptive_step_(std::string_view family, const Tensor& weight, const OptionalTensor& bias,
                     const Tensor& step, at::TensorList index, std::string_view options,
                     std::optional<at::Generator> generator) {
-  check::given_tensors("adaptive_step_", {{"weight", &weight}, {"step", &step}});
+  check::strided_tensors("adaptive_step_", {{"weight", &weight}, {"step", &step}});
   const std::lock_guard guard(state_lock(step));
   operator_of<Update<void>>(family, "_step_")
       .call(detached(weight), detached(bias), step, detached(index), options, std::move(generator));
@@ -168,7 +168,7 @@ bool next_refresh_is_due(const Tensor& step, int64_t every) {
   constexpr const char* op = "next_refresh_is_due";
   check_step(op, step);
   check_at_least(op, "every", every, 0);
-  const int64_t number = check::number_of(step);
+  const int64_t number = check::int64_item(step);
   check_at_least(op, "step", number, 0);
   return refresh_is_due(number, every);
 }

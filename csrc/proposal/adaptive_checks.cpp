@@ -30,10 +30,10 @@ void check_distinct(std::string_view owner, int64_t num_samples, int64_t drawabl
       num_samples, ": draw fewer, or with replacement (distinct=False)");
 }
 
-Tensor check_constructor(std::string_view owner, int64_t num_classes, int64_t dim,
-                         int64_t least_dim, const Tensor& exclude, int64_t drawn) {
+Tensor check_constructor(std::string_view owner, int64_t num_classes, int64_t dim, int64_t min_dim,
+                         const Tensor& exclude, int64_t drawn) {
   check_at_least(owner, "num_classes", num_classes, 1);
-  check_at_least(owner, "dim", dim, least_dim);
+  check_at_least(owner, "dim", dim, min_dim);
   const std::string name(owner);
   check::dim(name.c_str(), "exclude", exclude, 1);
   check::int64(name.c_str(), "exclude", exclude);
@@ -80,10 +80,11 @@ void check_class_table(const char* op, const Tensor& weight, const OptionalTenso
   TORCH_CHECK_VALUE(
       weight.dim() == 2 && weight.sym_size(0) == num_classes && weight.sym_size(1) == dim, op,
       ": expected weight of shape [", num_classes, ", ", dim, "], got ", weight.sym_sizes());
-  TORCH_CHECK_VALUE(given(bias) == has_bias, op, ": expected ", has_bias ? "a bias" : "no bias",
+  TORCH_CHECK_VALUE(is_defined(bias) == has_bias, op, ": expected ",
+                    has_bias ? "a bias" : "no bias",
                     " for a sampler built with bias=", has_bias ? "True" : "False", ", got ",
-                    given(bias) ? "one" : "none");
-  if (given(bias)) {
+                    is_defined(bias) ? "one" : "none");
+  if (is_defined(bias)) {
     check::dim(op, "bias", *bias, 1);
     check::floating(op, "bias", *bias);
     check::size(op, "bias", *bias, 0, weight.sym_size(0), "the rows of weight");
@@ -118,7 +119,7 @@ void check_finite_rows(const char* op, const Tensor& weight) {
 }
 
 void check_finite_bias(const char* op, const OptionalTensor& bias) {
-  if (given(bias)) {
+  if (is_defined(bias)) {
     const Tensor bad = bias->isfinite().logical_not().nonzero();
     TORCH_CHECK_VALUE(bad.size(0) == 0, op, ": expected bias with finite values, got ",
                       (*bias)[bad[0].item<int64_t>()].item<double>(), " at [",
@@ -135,7 +136,7 @@ void check_query_ids(const char* op, const Tensor& queries, const Tensor& ids) {
 }
 
 void check_targets(const char* op, const Tensor& queries, const OptionalTensor& target) {
-  if (given(target)) {
+  if (is_defined(target)) {
     check::int64(op, "target", *target);
     TORCH_CHECK_VALUE(
         (target->dim() == 1 || target->dim() == 2) && target->sym_size(0) == queries.sym_size(0),

@@ -14,7 +14,7 @@ namespace xsoftmax {
 /// leave at least `drawn` classes. Returns bool [N], on the CPU or on exclude's device: whether a
 /// class is drawn.
 at::Tensor check_constructor(std::string_view owner, int64_t num_classes, int64_t dim,
-                             int64_t least_dim, const at::Tensor& exclude, int64_t drawn = 1);
+                             int64_t min_dim, const at::Tensor& exclude, int64_t drawn = 1);
 void check_at_least(std::string_view owner, const char* argument, int64_t value, int64_t least);
 /// Checks that there are at least as many drawable classes as samples without replacement.
 void check_distinct(std::string_view owner, int64_t num_samples, int64_t drawable);

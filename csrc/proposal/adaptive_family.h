@@ -32,7 +32,7 @@ namespace xsoftmax {
 ///     Options                                a struct of xsoftmax/options.h
 ///     Index(op, tables, options)             derives from AdaptiveIndex; checks the tables
 ///     check_options(op, options)             checks options that not all families have
-///     least_dim(options)                     smallest width of the class table
+///     min_dim(options)                     smallest width of the class table
 ///     make(is_drawn bool [N], dim, options)  returns the tables of X_index but `recent` and `step`
 ///     resized(is_drawn bool [N], rows, bias, index, options)
 ///         returns the same tables for another number of classes: those of `index` come first, then
@@ -41,13 +41,13 @@ namespace xsoftmax {
 ///         returns the results of X_grow: one tensor per table, undefined for a table without a row
 ///         per class; empty if X_resize is needed. rows is none if the index does not know the
 ///         table, or if classes are removed
-///     leave_out(index, count)
+///     exclude_last(index, count)
 ///         cuts the last `count` classes off tables that draws read by place
 ///     refresh(op, table, index, options, generator)
 ///         updates the index and returns the statistics; must not write before everything has
 ///         succeeded
-///     between_refreshes(op, weight, bias, index, options)
-///     between_refreshes_cuda(op, weight, bias, index, options)
+///     update_between_refreshes(op, weight, bias, index, options)
+///     update_between_refreshes_cuda(op, weight, bias, index, options)
 ///         optional: run in a step that does not refresh, on the CPU or on CUDA
 ///     has_reference(options)                 whether log_count_reference supports these options
 ///     log_count_reference(queries, ids, index, options)
@@ -126,7 +126,7 @@ class AdaptiveFamily {
 
   static void under_autocast(torch::Library& m) {
     for (const char* operation : {"_sample", "_log_count", "_refresh_", "_step_"}) {
-      below_autocast(m, {name(operation).c_str()});
+      disable_autocast(m, {name(operation).c_str()});
     }
   }
 
@@ -190,19 +190,19 @@ class AdaptiveFamily {
     return sampler;
   }
 
-  static std::vector<Tensor> make_index(std::string_view given_owner, int64_t num_classes,
+  static std::vector<Tensor> make_index(std::string_view owner_name, int64_t num_classes,
                                         int64_t dim, const Tensor& exclude, std::string_view text) {
-    const std::string owner(given_owner);
-    const Options given = options(owner.c_str(), text);
-    const Tensor is_drawn = check_constructor(owner, num_classes, dim, F::least_dim(given), exclude,
-                                              given.is_distinct() ? given.num_samples : 1);
-    return laid_out(F::make(is_drawn, dim, given), at::zeros({}, exclude.options()));
+    const std::string owner(owner_name);
+    const Options parsed = options(owner.c_str(), text);
+    const Tensor is_drawn = check_constructor(owner, num_classes, dim, F::min_dim(parsed), exclude,
+                                              parsed.is_distinct() ? parsed.num_samples : 1);
+    return new_index(F::make(is_drawn, dim, parsed), at::zeros({}, exclude.options()));
   }
 
-  static std::vector<Tensor> grow(std::string_view given_owner, int64_t num_classes,
+  static std::vector<Tensor> grow(std::string_view owner_name, int64_t num_classes,
                                   const OptionalTensor& rows, const OptionalTensor& bias,
                                   at::TensorList tables, std::string_view text) {
-    const std::string owner(given_owner);
+    const std::string owner(owner_name);
     const Sampler sampler(owner.c_str(), tables, text);
     const Index& index = sampler.index;
     const ClassChange change(owner.c_str(), num_classes, rows, bias, index, sampler.options.bias);
@@ -215,17 +215,17 @@ class AdaptiveFamily {
         F::gained(index.known() && change.added > 0 ? rows : std::nullopt, change.new_bias(),
                   change.added - change.removed, index, sampler.options);
     for (Tensor& rows_of_table : gained) {
-      rows_of_table = !rows_of_table.defined()              ? at::zeros({}, index.places.options())
-          : given(rows) && rows_of_table.is_alias_of(*rows) ? rows_of_table.clone()
-                                                            : rows_of_table;
+      rows_of_table = !rows_of_table.defined() ? at::zeros({}, index.places.options())
+          : is_defined(rows) && rows_of_table.is_alias_of(*rows) ? rows_of_table.clone()
+                                                                 : rows_of_table;
     }
     return gained;
   }
 
-  static std::vector<Tensor> resize(std::string_view given_owner, int64_t num_classes,
+  static std::vector<Tensor> resize(std::string_view owner_name, int64_t num_classes,
                                     const OptionalTensor& rows, const OptionalTensor& bias,
                                     at::TensorList tables, std::string_view text) {
-    const std::string owner(given_owner);
+    const std::string owner(owner_name);
     const Sampler sampler(owner.c_str(), tables, text);
     const Index& index = sampler.index;
     const ClassChange change(owner.c_str(), num_classes, rows, bias, index, sampler.options.bias);
@@ -235,9 +235,9 @@ class AdaptiveFamily {
     const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
     const OptionalTensor no_rows =
         at::empty({0, index.dim.expect_int()}, index.places.options().dtype(at::kFloat));
-    const OptionalTensor new_rows = !known ? std::nullopt : given(rows) ? rows : no_rows;
-    return laid_out(F::resized(is_drawn, new_rows, bias, index, sampler.options),
-                    known ? index.step.clone() : at::zeros_like(index.step));
+    const OptionalTensor new_rows = !known ? std::nullopt : is_defined(rows) ? rows : no_rows;
+    return new_index(F::resized(is_drawn, new_rows, bias, index, sampler.options),
+                     known ? index.step.clone() : at::zeros_like(index.step));
   }
 
   /// Draws from the indexed part by draw(target, index), and adds the recent classes.
@@ -253,7 +253,7 @@ class AdaptiveFamily {
     const auto num_queries =
         sampler.options.shared ? std::nullopt : std::optional(queries.sym_size(0));
     return recent.join(seed, num_queries, target,
-                       draw(recent.others(target), without(sampler.index, recent)),
+                       draw(recent.others(target), exclude_recent(sampler.index, recent)),
                        sampler.options.num_samples);
   }
 
@@ -266,7 +266,7 @@ class AdaptiveFamily {
       return count(ids, sampler.index);
     }
     check_not_distinct(counting(), sampler.options);
-    return recent.log_count(ids, count(recent.others(ids), without(sampler.index, recent)),
+    return recent.log_count(ids, count(recent.others(ids), exclude_recent(sampler.index, recent)),
                             sampler.options.num_samples);
   }
 
@@ -290,10 +290,10 @@ class AdaptiveFamily {
                       ": expected an index without recent classes for distinct draws");
   }
 
-  static Index without(const Index& index, const RecentClasses& recent) {
-    Index laid_out = index;
-    F::leave_out(laid_out, recent.count());
-    return laid_out;
+  static Index exclude_recent(const Index& index, const RecentClasses& recent) {
+    Index older_classes = index;
+    F::exclude_last(older_classes, recent.count());
+    return older_classes;
   }
 
   static PrivateDraws sample_meta(const Tensor& seed, const Tensor& queries,
@@ -397,14 +397,14 @@ class AdaptiveFamily {
                     std::optional<at::Generator> generator) {
     const Sampler sampler = checked_refresh(stepping(), weight, bias, step, others, text);
     const auto& [options, index] = sampler;
-    if (refresh_is_due(check::number_of(index.step), options.refresh_every)) {
+    if (refresh_is_due(check::int64_item(index.step), options.refresh_every)) {
       refreshed(stepping(), weight, bias, sampler, std::move(generator));
-    } else if constexpr (kOnCuda && requires { F::between_refreshes_cuda; }) {
-      F::between_refreshes_cuda(stepping(), weight, bias, index, options);
-    } else if constexpr (!kOnCuda && requires { F::between_refreshes; }) {
-      F::between_refreshes(stepping(), weight, bias, index, options);
+    } else if constexpr (kOnCuda && requires { F::update_between_refreshes_cuda; }) {
+      F::update_between_refreshes_cuda(stepping(), weight, bias, index, options);
+    } else if constexpr (!kOnCuda && requires { F::update_between_refreshes; }) {
+      F::update_between_refreshes(stepping(), weight, bias, index, options);
     }
-    check::add_to_number(index.step, 1);
+    check::add_to_item(index.step, 1);
   }
 
   static Tensor refresh_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& step,

@@ -26,12 +26,12 @@ ClassChange::ClassChange(const char* op, int64_t num_classes, const OptionalTens
   TORCH_CHECK_VALUE(index.places.size(0) == index.num_classes.expect_int(), op,
                     ": expected an index of classes that are not numbered by slots");
   check_at_least(op, "num_classes", num_classes, 1);
-  if (given(rows)) {
+  if (is_defined(rows)) {
     check_class_table(op, *rows, std::nullopt, added, index.dim, false);
     check::same_device(op, "rows", *rows, "index", index.places);
     check_finite_rows(op, *rows);
   }
-  if (given(bias)) {
+  if (is_defined(bias)) {
     TORCH_CHECK_VALUE(has_bias, op, ": expected no bias, got one");
     check::dim(op, "bias", *bias, 1);
     check::floating(op, "bias", *bias);
@@ -41,31 +41,31 @@ ClassChange::ClassChange(const char* op, int64_t num_classes, const OptionalTens
 }
 
 void ClassChange::check_new_bias() const {
-  TORCH_CHECK_VALUE(!given(bias_) || bias_->size(0) == added || bias_->size(0) == num_classes_, op_,
-                    ": expected bias of ", added, " or ", num_classes_, " classes, got ",
+  TORCH_CHECK_VALUE(!is_defined(bias_) || bias_->size(0) == added || bias_->size(0) == num_classes_,
+                    op_, ": expected bias of ", added, " or ", num_classes_, " classes, got ",
                     bias_->size(0));
 }
 
 OptionalTensor ClassChange::new_bias() const {
-  return given(bias_) ? OptionalTensor(bias_->narrow(0, bias_->size(0) - added, added))
-                      : std::nullopt;
+  return is_defined(bias_) ? OptionalTensor(bias_->narrow(0, bias_->size(0) - added, added))
+                           : std::nullopt;
 }
 
 bool ClassChange::can_grow() const {
   const int64_t drawn = index_.order.size(0);
   const RecentClasses recent(op_, index_.recent, drawn, index_.places.size(0));
   const bool placed =
-      !index_.known() || added == 0 || (given(rows_) && (given(bias_) || !has_bias_));
+      !index_.known() || added == 0 || (is_defined(rows_) && (is_defined(bias_) || !has_bias_));
   return placed && removed <= recent.count() &&
       recent.count() + added <= (drawn - recent.count()) / 4;
 }
 
 bool ClassChange::check_known() const {
-  if (given(bias_)) {
+  if (is_defined(bias_)) {
     check::size(op_, "bias", *bias_, 0, num_classes_, "num_classes");
   }
-  const bool known = index_.known() && (added == 0 || given(rows_));
-  TORCH_CHECK_VALUE(!known || added == 0 || given(bias_) || !has_bias_, op_,
+  const bool known = index_.known() && (added == 0 || is_defined(rows_));
+  TORCH_CHECK_VALUE(!known || added == 0 || is_defined(bias_) || !has_bias_, op_,
                     ": expected a bias beside the rows of classes, got none");
   return known;
 }

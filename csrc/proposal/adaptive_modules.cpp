@@ -102,19 +102,19 @@ void AdaptiveSamplerImpl::to(torch::Device device, bool non_blocking) {
 void AdaptiveSamplerImpl::load(torch::serialize::InputArchive& archive) {
   std::vector<Tensor> saved(tables_.size());
   std::string missing;
-  bool fits = true, of_family = false;
+  bool fits = true, from_family = false;
   for (size_t i = 0; i < tables_.size(); ++i) {
     const std::string& table = family_.tables[i];
     const bool found =
         archive.try_read(table, saved[i], /*is_buffer=*/true) || archive.try_read(table, saved[i]);
     if (found) {
       fits = fits && saved[i].sizes() == tables_[i].sizes();
-      of_family = of_family || table == family_.places;
+      from_family = from_family || table == family_.places;
     } else if (tables_[i].numel() > 0) { // empty tables may be missing
       missing += (missing.empty() ? "" : ", ") + table;
     }
   }
-  TORCH_CHECK_VALUE(missing.empty() || !fits || !of_family, name(),
+  TORCH_CHECK_VALUE(missing.empty() || !fits || !from_family, name(),
                     ": expected a checkpoint with the whole index or none of it, got one without ",
                     missing);
   if (!missing.empty() || !fits) {
@@ -131,9 +131,9 @@ void AdaptiveSamplerImpl::load(torch::serialize::InputArchive& archive) {
   tables_.back().set_data(tables_.back().cpu());
   if (!at::equal(excluded(), before)) {
     const at::NoGradGuard guard;
-    const auto fresh = like(before);
+    const auto new_sampler = like(before);
     for (size_t i = 0; i < tables_.size(); ++i) {
-      tables_[i].copy_(fresh->tables_[i]);
+      tables_[i].copy_(new_sampler->tables_[i]);
     }
   }
 }

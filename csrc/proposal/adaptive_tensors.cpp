@@ -24,12 +24,13 @@ namespace xsoftmax {
 using at::Tensor;
 
 ClassTable::ClassTable(const Tensor& weight, const OptionalTensor& bias, bool whole)
-    : weight(detached(weight)), bias(given(bias) ? OptionalTensor(bias->detach()) : std::nullopt) {
+    : weight(detached(weight)),
+      bias(is_defined(bias) ? OptionalTensor(bias->detach()) : std::nullopt) {
   const at::NoGradGuard guard;
   if (whole) {
     catch_up(weight);
   }
-  if (given(bias)) {
+  if (is_defined(bias)) {
     catch_up(*bias);
   }
 }
@@ -62,7 +63,7 @@ std::vector<Tensor> with_step(at::TensorList tables, const Tensor& step) {
   return index;
 }
 
-std::vector<Tensor> laid_out(at::TensorList tables, const Tensor& step) {
+std::vector<Tensor> new_index(at::TensorList tables, const Tensor& step) {
   return with_step(with_step(tables, at::zeros_like(step)), step);
 }
 
@@ -72,9 +73,9 @@ Tensor ids_of_queries(const Tensor& queries, const Tensor& ids) {
 
 Targets::Targets(const char* op, const OptionalTensor& target, const Tensor& queries,
                  int64_t num_classes)
-    : ids(given(target) ? target->contiguous()
-                        : at::empty({0}, queries.options().dtype(at::kLong))),
-      width(!given(target)           ? 0
+    : ids(is_defined(target) ? target->contiguous()
+                             : at::empty({0}, queries.options().dtype(at::kLong))),
+      width(!is_defined(target)      ? 0
                 : target->dim() == 1 ? 1
                                      : target->size(1)) {
   check::class_ids(op, "target", ids, num_classes, -1);
@@ -82,7 +83,8 @@ Targets::Targets(const char* op, const OptionalTensor& target, const Tensor& que
 
 Tensor empty_target_count(const Tensor& seed, const OptionalTensor& target) {
   const auto floats = seed.options().dtype(at::kFloat);
-  return given(target) ? at::empty_symint(target->sym_sizes(), floats) : at::empty({0}, floats);
+  return is_defined(target) ? at::empty_symint(target->sym_sizes(), floats)
+                            : at::empty({0}, floats);
 }
 
 PrivateDraws empty_private_draws(const Tensor& seed, const Tensor& queries,
@@ -94,7 +96,7 @@ PrivateDraws empty_private_draws(const Tensor& seed, const Tensor& queries,
 }
 
 Tensor counted_queries(const Tensor& queries, const OptionalTensor& target) {
-  if (!given(target) || (target->dim() == 2 && target->size(1) == 0)) {
+  if (!is_defined(target) || (target->dim() == 2 && target->size(1) == 0)) {
     return queries;
   }
   const Tensor counts = (target->dim() == 2 ? target->select(1, 0) : *target).ge(0);
@@ -120,8 +122,8 @@ Tensor with_bias_column(const Tensor& rows, const OptionalTensor& bias, int64_t 
   if (rows.size(1) == width) {
     return plain;
   }
-  const Tensor column = given(bias) ? bias->to(at::kFloat).unsqueeze(1)
-                                    : at::ones({rows.size(0), 1}, plain.options());
+  const Tensor column = is_defined(bias) ? bias->to(at::kFloat).unsqueeze(1)
+                                         : at::ones({rows.size(0), 1}, plain.options());
   return at::cat({plain, column}, 1);
 }
 

@@ -32,7 +32,7 @@ at::Tensor with_seed(const at::Device& device, const std::optional<at::Generator
 /// Returns an index from its other tables and `step`.
 std::vector<at::Tensor> with_step(at::TensorList tables, const at::Tensor& step);
 /// Returns an index without recent classes, from its other tables and `step`.
-std::vector<at::Tensor> laid_out(at::TensorList tables, const at::Tensor& step);
+std::vector<at::Tensor> new_index(at::TensorList tables, const at::Tensor& step);
 
 /// Returns `ids` [S] or [Q, P] as [Q, P].
 at::Tensor ids_of_queries(const at::Tensor& queries, const at::Tensor& ids);
@@ -58,7 +58,7 @@ at::Tensor counted_queries(const at::Tensor& queries, const OptionalTensor& targ
 /// Copies tensors to the CPU, for devices without their own kernels.
 std::vector<at::Tensor> to_cpu(at::TensorList tensors);
 inline OptionalTensor to_cpu(const OptionalTensor& tensor) {
-  return given(tensor) ? OptionalTensor(tensor->cpu()) : tensor;
+  return is_defined(tensor) ? OptionalTensor(tensor->cpu()) : tensor;
 }
 
 /// Detach tensors: reading and writing an index records no gradient.
@@ -67,7 +67,7 @@ inline at::Tensor detached(const at::Tensor& tensor) {
   return check::has_gradient(tensor) ? tensor.detach() : tensor;
 }
 inline OptionalTensor detached(const OptionalTensor& tensor) {
-  return given(tensor) ? OptionalTensor(detached(*tensor)) : tensor;
+  return is_defined(tensor) ? OptionalTensor(detached(*tensor)) : tensor;
 }
 
 /// Returns float32 rows of `width` columns: unchanged, or with the bias (1 without a bias) as an

@@ -44,13 +44,13 @@ Tensor drawn_candidates(at::TensorList ids, const c10::List<bool>& distinct,
     return distinct.get(0) ? ids[0] : candidate_set(ids[0], num_classes);
   }
   std::vector<Tensor> columns;
-  for (const Tensor& of_set : ids) {
-    check::int64(op, "ids", of_set);
-    check::same_device(op, "ids", of_set, "the first of them", ids[0]);
-    TORCH_CHECK_VALUE(of_set.dim() == 1 || (of_set.dim() == 2 && of_set.sym_size(0) == num_queries),
-                      op, ": expected ids of shape [C] or [", num_queries, ", C], got ",
-                      of_set.sym_sizes());
-    columns.push_back(of_set.expand_symint({num_queries, of_set.sym_size(-1)}));
+  for (const Tensor& set_ids : ids) {
+    check::int64(op, "ids", set_ids);
+    check::same_device(op, "ids", set_ids, "the first of them", ids[0]);
+    TORCH_CHECK_VALUE(
+        set_ids.dim() == 1 || (set_ids.dim() == 2 && set_ids.sym_size(0) == num_queries), op,
+        ": expected ids of shape [C] or [", num_queries, ", C], got ", set_ids.sym_sizes());
+    columns.push_back(set_ids.expand_symint({num_queries, set_ids.sym_size(-1)}));
   }
   return candidate_set(at::cat(columns, 1), num_classes);
 }
@@ -64,20 +64,20 @@ std::tuple<Tensor, Tensor> always_scored_set(const Tensor& ids) {
 
 namespace {
 
-void check_given(const std::string& owner, const Tensor& negatives, const OptionalTensor& log_count,
-                 const Tensor& input, int64_t num_classes) {
+void check_caller_set(const std::string& owner, const Tensor& negatives,
+                      const OptionalTensor& log_count, const Tensor& input, int64_t num_classes) {
   const char* const op = owner.c_str();
   check::int64(op, "negatives", negatives);
   const c10::SymIntArrayRef queries =
       input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1));
-  const bool of_query =
+  const bool per_query =
       negatives.dim() == input.dim() && negatives.sym_sizes().slice(0, queries.size()) == queries;
   TORCH_CHECK_VALUE(
-      negatives.dim() > 0 && (negatives.dim() == 1 || of_query), op,
+      negatives.dim() > 0 && (negatives.dim() == 1 || per_query), op,
       ": expected negatives of shape [P], or with one more dimension than the queries, ", queries,
       ", got ", negatives.sym_sizes());
   check::same_device(op, "negatives", negatives, "input", input);
-  if (given(log_count)) {
+  if (is_defined(log_count)) {
     check::floating(op, "negative_log_count", *log_count);
     TORCH_CHECK_VALUE(log_count->sym_sizes() == negatives.sym_sizes(), op,
                       ": expected negative_log_count of the shape of negatives, ",
@@ -94,12 +94,12 @@ void check_given(const std::string& owner, const Tensor& negatives, const Option
 std::tuple<Tensor, Tensor> caller_set(const Tensor& negatives, const OptionalTensor& log_count,
                                       const Tensor& input, const Tensor& head, int64_t num_classes,
                                       std::string_view owner) {
-  check_given(std::string(owner), negatives, log_count, input, num_classes);
-  const auto rows = [](const Tensor& of_negatives) {
-    return of_negatives.dim() == 1 ? of_negatives : of_negatives.flatten(0, -2);
+  check_caller_set(std::string(owner), negatives, log_count, input, num_classes);
+  const auto rows = [](const Tensor& values) {
+    return values.dim() == 1 ? values : values.flatten(0, -2);
   };
   const Tensor ids = rows(negatives);
-  if (given(log_count)) {
+  if (is_defined(log_count)) {
     return {ids.clamp_min(0),
             rows(*log_count).masked_fill(ids.lt(0), std::numeric_limits<double>::infinity())};
   }
@@ -125,20 +125,20 @@ Tensor always_scored_log_count(const Tensor& present, const Tensor& log_count, c
   check::same_device(op, "ids", ids, "present", present);
   const Tensor ordered = std::get<0>(
       present.masked_fill(log_count.eq(std::numeric_limits<double>::infinity()), -1).sort(-1));
-  const Tensor asked = present.dim() == 2 && ids.dim() == 1
+  const Tensor query_ids = present.dim() == 2 && ids.dim() == 1
       ? ids.expand_symint({present.sym_size(0), ids.sym_size(0)}).contiguous()
       : ids.contiguous();
   if (present.sym_size(-1) == 0) {
-    return at::full_symint(asked.sym_sizes(), -std::numeric_limits<double>::infinity(),
+    return at::full_symint(query_ids.sym_sizes(), -std::numeric_limits<double>::infinity(),
                            log_count.options().dtype(at::kFloat));
   }
-  const Tensor place = at::searchsorted(ordered, asked).clamp_max(present.sym_size(-1) - 1);
+  const Tensor place = at::searchsorted(ordered, query_ids).clamp_max(present.sym_size(-1) - 1);
   const Tensor found = ordered.dim() == 1
-      ? ordered.index_select(0, place.flatten()).view_symint(asked.sym_sizes())
+      ? ordered.index_select(0, place.flatten()).view_symint(query_ids.sym_sizes())
       : ordered.gather(1, place);
-  const Tensor is_there = found.eq(asked).logical_and(asked.ge(0));
-  return at::zeros_symint(asked.sym_sizes(), log_count.options().dtype(at::kFloat))
-      .masked_fill(is_there.logical_not(), -std::numeric_limits<double>::infinity());
+  const Tensor is_present = found.eq(query_ids).logical_and(query_ids.ge(0));
+  return at::zeros_symint(query_ids.sym_sizes(), log_count.options().dtype(at::kFloat))
+      .masked_fill(is_present.logical_not(), -std::numeric_limits<double>::infinity());
 }
 
 Tensor distinct_ids(const Tensor& ids, int64_t num_classes, std::string_view owner,

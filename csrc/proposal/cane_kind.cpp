@@ -23,7 +23,7 @@ Proposal cane_sets(const DrawRequest& request, const UnionPart& candidates,
                    const SampleOutside& noise, int64_t num_classes) {
   // Candidates must not depend on the targets, so the target only says which queries count.
   const OptionalTensor counts =
-      given(request.target) ? OptionalTensor(request.target->clamp_max(0)) : std::nullopt;
+      is_defined(request.target) ? OptionalTensor(request.target->clamp_max(0)) : std::nullopt;
   std::vector<Tensor> ids;
   c10::List<bool> distinct;
   for (const CandidateSet& set :
@@ -36,7 +36,7 @@ Proposal cane_sets(const DrawRequest& request, const UnionPart& candidates,
   return {{present, log_count, Tensor(), /*distinct=*/true}, noise(request, found)};
 }
 
-UnionPart given_candidates(const Tensor& ids) {
+UnionPart caller_candidates(const Tensor& ids) {
   const auto sample = [ids](const DrawRequest& request) -> Proposal {
     const c10::SymInt rows = request.queries.sym_size(0);
     TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() == 2 && ids.sym_size(0) == rows),
@@ -44,9 +44,9 @@ UnionPart given_candidates(const Tensor& ids) {
                       ids.sym_sizes());
     return {{ids, std::get<1>(always_scored_set(ids)), Tensor(), /*distinct=*/false}};
   };
-  const auto log_count = [ids](const Tensor&, const Tensor& asked) {
+  const auto log_count = [ids](const Tensor&, const Tensor& query_ids) {
     const auto [classes, counts] = always_scored_set(ids);
-    return always_scored_log_count(classes, counts, asked);
+    return always_scored_log_count(classes, counts, query_ids);
   };
   return {ids.dim() == 1, /*distinct=*/false, sample, log_count};
 }
@@ -94,7 +94,7 @@ class GivenKind : public SamplerKind {
 
  private:
   static UnionPart part(const SamplerView& sampler) {
-    return given_candidates(sampler.tensors()[0]);
+    return caller_candidates(sampler.tensors()[0]);
   }
 };
 

@@ -15,6 +15,6 @@ Proposal cane_sets(const DrawRequest& request, const UnionPart& candidates,
                    const SampleOutside& noise, int64_t num_classes);
 
 /// Returns the caller's candidates, int64 [C] or [Q, C] (-1: no class), as a part.
-UnionPart given_candidates(const at::Tensor& ids);
+UnionPart caller_candidates(const at::Tensor& ids);
 
 } // namespace xsoftmax

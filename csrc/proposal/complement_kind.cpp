@@ -42,9 +42,10 @@ CandidateSet sample_outside(const DrawRequest& request, const Tensor& candidates
   if (part != nullptr) {
     log_count = part->log_count(request.queries, ids);
   }
-  const auto [of_ids, of_target] = complement_log_count(inside, inside_count, ids, log_count,
-                                                        request.target, target_count, text);
-  return {ids, of_ids, given(request.target) ? of_target : Tensor(), /*distinct=*/false};
+  const auto [ids_log_count, target_log_count] = complement_log_count(
+      inside, inside_count, ids, log_count, request.target, target_count, text);
+  return {ids, ids_log_count, is_defined(request.target) ? target_log_count : Tensor(),
+          /*distinct=*/false};
 }
 
 CandidateSet sample_outside(const SamplerView& complement, const DrawRequest& request,
@@ -59,7 +60,7 @@ CandidateSet sample_outside(const SamplerView& complement, const DrawRequest& re
 
 Tensor outside_of_targets(const DrawRequest& request) {
   const OptionalTensor& target = request.target;
-  if (!given(target)) {
+  if (!is_defined(target)) {
     return at::full({0}, -1, request.queries.options().dtype(at::kLong));
   }
   return target->dim() == 1 ? target->unsqueeze(1) : target->narrow(1, 0, 1);

@@ -41,9 +41,10 @@ Tensor columns_of(const Tensor& rows) {
 
 Tensor sort_sets_cpu(const Tensor& sets, int64_t num_classes) {
   constexpr const char* op = "sort_sets";
-  const Tensor inside = sort_sets(sets, num_classes).contiguous(), given = sets.contiguous();
-  const int64_t *id = given.const_data_ptr<int64_t>(), *sorted = inside.const_data_ptr<int64_t>(),
-                size = inside.size(1);
+  const Tensor inside = sort_sets(sets, num_classes).contiguous(),
+               sets_in_order = sets.contiguous();
+  const int64_t *id = sets_in_order.const_data_ptr<int64_t>(),
+                *sorted = inside.const_data_ptr<int64_t>(), size = inside.size(1);
   for (int64_t i = 0; i < inside.numel(); ++i) {
     TORCH_CHECK_INDEX(id[i] >= -1 && id[i] < num_classes, op, ": expected classes in [0, ",
                       num_classes, "), or -1 for none, got ", id[i], " at [", i / size, ", ",
@@ -60,13 +61,13 @@ Tensor sort_sets_meta(const Tensor& sets, int64_t num_classes) {
   return at::empty_like(sets, at::MemoryFormat::Contiguous);
 }
 
-void check_inside(const char* op, const Tensor& inside, const char* argument, const Tensor& of) {
+void check_inside(const char* op, const Tensor& inside, const char* argument, const Tensor& ids) {
   check::dim(op, "inside", inside, 2);
   check::int64(op, "inside", inside);
-  check::dim(op, argument, of, 2);
-  check::same_device(op, argument, of, "inside", inside);
-  TORCH_CHECK_VALUE(inside.sym_size(0) == 1 || inside.sym_size(0) == of.sym_size(0), op,
-                    ": expected inside with 1 row or ", of.sym_size(0), ", the queries, got ",
+  check::dim(op, argument, ids, 2);
+  check::same_device(op, argument, ids, "inside", inside);
+  TORCH_CHECK_VALUE(inside.sym_size(0) == 1 || inside.sym_size(0) == ids.sym_size(0), op,
+                    ": expected inside with 1 row or ", ids.sym_size(0), ", the queries, got ",
                     inside.sym_size(0));
 }
 
@@ -111,10 +112,12 @@ struct OutsideDistribution {
   }
 };
 
-OutsideDistribution distribution_outside(const Tensor& inside, const OptionalTensor& inside_count,
-                                         const Tensor& left, const ComplementOptions& options) {
+OutsideDistribution make_outside_distribution(const Tensor& inside,
+                                              const OptionalTensor& inside_count,
+                                              const Tensor& left,
+                                              const ComplementOptions& options) {
   const Tensor uniform = double(options.num_samples) / left.to(at::kDouble).clamp_min_(1.0);
-  if (!given(inside_count)) {
+  if (!is_defined(inside_count)) {
     return {{}, uniform};
   }
   const double draws = double(options.num_samples) * double(options.tries);
@@ -156,7 +159,7 @@ Tensor complement_sample(const Tensor& seed, const Tensor& inside, const Optiona
       uniform.call(seed, 0, resolution, queries.sym_size(0), options.num_samples, false);
   const Tensor ids = uniform_outside(inside, numbers.to(at::kDouble).div_(double(resolution)),
                                      options.num_classes);
-  if (!given(draws)) {
+  if (!is_defined(draws)) {
     return ids;
   }
   check_inside(op, inside, "draws", *draws);
@@ -182,23 +185,23 @@ std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside,
   const bool sampled = options.tries > 0;
   check_inside(op, inside, "ids", ids);
   TORCH_CHECK_VALUE(
-      given(inside_count) == sampled && given(log_count) == sampled &&
-          given(target_count) == (sampled && given(target)),
+      is_defined(inside_count) == sampled && is_defined(log_count) == sampled &&
+          is_defined(target_count) == (sampled && is_defined(target)),
       op, ": expected the counts of a sampler with tries alone, got tries = ", options.tries);
   check::int64(op, "ids", ids);
-  const auto check_counts = [&](const char* name, const OptionalTensor& count, const char* of,
-                                const Tensor& classes) {
-    if (given(count)) {
+  const auto check_counts = [&](const char* name, const OptionalTensor& count,
+                                const char* reference_name, const Tensor& classes) {
+    if (is_defined(count)) {
       check::floating(op, name, *count);
       TORCH_CHECK_VALUE(count->dim() <= classes.dim(), op, ": expected ", name, " with at most ",
                         classes.dim(), " dimensions, got shape ", count->sym_sizes());
-      check::broadcasts(op, name, *count, of, classes);
+      check::broadcasts(op, name, *count, reference_name, classes);
       check::same_device(op, name, *count, "inside", inside);
     }
   };
   check_counts("inside_count", inside_count, "inside", inside);
   check_counts("log_count", log_count, "ids", ids);
-  if (given(target)) {
+  if (is_defined(target)) {
     check::int64(op, "target", *target);
     TORCH_CHECK_VALUE(
         (target->dim() == 1 || target->dim() == 2) && target->sym_size(0) == ids.sym_size(0), op,
@@ -206,28 +209,30 @@ std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside,
         target->sym_sizes());
     check::same_device(op, "target", *target, "inside", inside);
     check_counts("target_count", target_count, "target", *target);
-    TORCH_CHECK_VALUE(!given(target_count) || target_count->sym_sizes() == target->sym_sizes(), op,
-                      ": expected target_count for each target, ", target->sym_sizes(), ", got ",
-                      target_count->sym_sizes());
+    TORCH_CHECK_VALUE(!is_defined(target_count) || target_count->sym_sizes() == target->sym_sizes(),
+                      op, ": expected target_count for each target, ", target->sym_sizes(),
+                      ", got ", target_count->sym_sizes());
   }
-  const Tensor left = outside_counts(inside, options.num_classes), none = left.eq(0);
+  const Tensor left = outside_counts(inside, options.num_classes), nothing_outside = left.eq(0);
   const OutsideDistribution distribution =
-      distribution_outside(inside, inside_count, left, options);
-  Tensor of_target = at::empty({0}, ids.options().dtype(at::kFloat));
-  if (given(target)) {
+      make_outside_distribution(inside, inside_count, left, options);
+  Tensor target_log_count = at::empty({0}, ids.options().dtype(at::kFloat));
+  if (is_defined(target)) {
     const auto rows = [&](const Tensor& values) {
       return values.dim() == 1 ? values.unsqueeze(1) : values;
     };
-    const Tensor classes = rows(*target),
-                 absent = is_inside(inside, classes).logical_or(classes.lt(0)).logical_or(none);
-    of_target =
+    const Tensor
+        classes = rows(*target),
+        is_zero = is_inside(inside, classes).logical_or(classes.lt(0)).logical_or(nothing_outside);
+    target_log_count =
         distribution
             .log_count(sampled ? OptionalTensor(rows(*target_count)) : std::nullopt, classes)
-            .masked_fill(absent, -kInfinity);
-    of_target = of_target.to(at::kFloat).reshape_symint(target->sym_sizes());
+            .masked_fill(is_zero, -kInfinity);
+    target_log_count = target_log_count.to(at::kFloat).reshape_symint(target->sym_sizes());
   }
-  return {distribution.log_count(log_count, ids).masked_fill(none, kInfinity).to(at::kFloat),
-          of_target};
+  return {
+      distribution.log_count(log_count, ids).masked_fill(nothing_outside, kInfinity).to(at::kFloat),
+      target_log_count};
 }
 
 namespace {
@@ -236,7 +241,7 @@ namespace {
 Tensor complement_of_given(const Tensor& seed, const Tensor& inside, const OptionalTensor& draws,
                            const Tensor& queries, std::string_view text) {
   constexpr const char* op = "complement_sample";
-  if (given(draws) && check::can_read(*draws)) {
+  if (is_defined(draws) && check::can_read(*draws)) {
     check::int64(op, "draws", *draws);
     check::class_ids(op, "draws", *draws, parse_options<ComplementOptions>(op, text).num_classes);
   }

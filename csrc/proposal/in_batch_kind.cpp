@@ -22,7 +22,7 @@ class InBatchKind : public SamplerKind {
   Proposal sample(const SamplerView& sampler, const DrawRequest& request) const override {
     static const auto op = find_op<decltype(in_batch_sample)>("xsoftmax::in_batch_sample");
     TORCH_CHECK_VALUE(
-        given(request.target),
+        is_defined(request.target),
         "InBatchSampler: expected target, whose classes are the candidates, got None");
     std::vector<Tensor> state = sampler.tensors().vec();
     const OptionalTensor counted = request.training ? request.target : std::nullopt;

@@ -42,7 +42,7 @@ StreamingOptions check_sample(const Tensor& target, const OptionalTensor& counte
   constexpr const char* op = "in_batch_sample";
   const StreamingOptions options = checked(op, "target", target, state, drawn, text);
   check_targets("target", target);
-  if (given(counted)) {
+  if (is_defined(counted)) {
     check::int64(op, "counted", *counted);
     check_targets("counted", *counted);
     check::same_device(op, "counted", *counted, "target", target);
@@ -68,8 +68,8 @@ std::tuple<Tensor, Tensor, Tensor> in_batch_sample_cpu(const Tensor& target,
       check_sample(target, counted, {count, total, last, seen}, drawn, text);
   if (!options.open()) {
     check::class_ids("in_batch_sample", "target", target, *options.num_ids, -1);
-    check::class_ids("in_batch_sample", "counted", given(counted) ? first_column(*counted) : target,
-                     *options.num_ids, -1);
+    check::class_ids("in_batch_sample", "counted",
+                     is_defined(counted) ? first_column(*counted) : target, *options.num_ids, -1);
   }
   return in_batch_sample(target, counted, count, total, last, seen, drawn, text);
 }
@@ -94,21 +94,24 @@ std::tuple<Tensor, Tensor, Tensor> in_batch_sample(const Tensor& target,
   const StreamingState state{count, total, last, seen};
   check_sample(target, counted, state, drawn, text);
   const Tensor targets = target.clone(); // because `target` may alias one of the counts
-  const Tensor absent = first_column(targets).lt(0), ids = first_column(targets).clamp_min(0);
-  drawn.copy_(absent.logical_not().sum());
-  if (given(counted)) {
+  const Tensor is_ignored = first_column(targets).lt(0), ids = first_column(targets).clamp_min(0);
+  drawn.copy_(is_ignored.logical_not().sum());
+  if (is_defined(counted)) {
     static const auto update = find_op<decltype(streaming_update_)>("xsoftmax::streaming_update_");
-    const Tensor shown = first_column(*counted);
-    update.call(shown, shown.ge(0), count, total, last, seen, text);
+    const Tensor counted_targets = first_column(*counted);
+    update.call(counted_targets, counted_targets.ge(0), count, total, last, seen, text);
   }
-  const Tensor of_target = log_counts(targets, state, drawn, text),
-               of_class = first_column(of_target);
+  const Tensor target_log_count = log_counts(targets, state, drawn, text),
+               class_log_count = first_column(target_log_count);
   const c10::SymInt queries = ids.sym_size(0);
-  const Tensor itself = at::eye_symint(queries, absent.options());
-  const Tensor nothing = itself.logical_or(absent.unsqueeze(0)).logical_or(absent.unsqueeze(1));
+  const Tensor diagonal = at::eye_symint(queries, is_ignored.options());
+  const Tensor is_excluded =
+      diagonal.logical_or(is_ignored.unsqueeze(0)).logical_or(is_ignored.unsqueeze(1));
   return {ids,
-          of_class.unsqueeze(0).expand_symint({queries, queries}).masked_fill(nothing, kInfinity),
-          of_target};
+          class_log_count.unsqueeze(0)
+              .expand_symint({queries, queries})
+              .masked_fill(is_excluded, kInfinity),
+          target_log_count};
 }
 
 Tensor in_batch_log_count(const Tensor& ids, const Tensor& count, const Tensor& total,

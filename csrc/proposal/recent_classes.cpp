@@ -19,23 +19,24 @@ using at::Tensor;
 
 RecentClasses::RecentClasses(const char* op, const Tensor& recent, int64_t drawn,
                              int64_t num_classes)
-    : count_(check::number_of(recent)), first_(num_classes - count_), drawn_(drawn) {
+    : count_(check::int64_item(recent)), first_(num_classes - count_), drawn_(drawn) {
   TORCH_CHECK_VALUE(count_ == 0 || (count_ > 0 && count_ < drawn), op, ": expected recent in [0, ",
                     drawn, "), the classes that are drawn, got ", count_);
 }
 
 Tensor RecentClasses::others(const Tensor& ids) const { return ids.masked_fill(ids.ge(first_), 0); }
 
-Tensor RecentClasses::log_count(const Tensor& ids, const Tensor& of_others,
+Tensor RecentClasses::log_count(const Tensor& ids, const Tensor& log_count_of_others,
                                 int64_t num_samples) const {
-  const Tensor scaled = of_others + std::log(double(drawn_ - count_) / double(drawn_));
+  const Tensor scaled = log_count_of_others + std::log(double(drawn_ - count_) / double(drawn_));
   return at::where(
       ids.ge(first_),
-      at::full({}, std::log(double(num_samples) / double(drawn_)), of_others.options()), scaled);
+      at::full({}, std::log(double(num_samples) / double(drawn_)), log_count_of_others.options()),
+      scaled);
 }
 
 PrivateDraws RecentClasses::join(const Tensor& seed, const std::optional<c10::SymInt>& num_queries,
-                                 const OptionalTensor& target, const PrivateDraws& of_others,
+                                 const OptionalTensor& target, const PrivateDraws& other_draws,
                                  int64_t num_samples) const {
   using Size = c10::SymInt;
   static const auto uniform =
@@ -48,10 +49,11 @@ PrivateDraws RecentClasses::join(const Tensor& seed, const std::optional<c10::Sy
       : at::cat({seed.narrow(0, 0, 1).bitwise_xor(kOtherKey), seed.narrow(0, 1, 1)});
   // Positions among all drawable classes, recent ones first.
   const Tensor place = uniform.call(key, 0, drawn_, num_queries, num_samples, false);
-  const auto& [others, other_count, of_target] = of_others;
+  const auto& [others, other_count, target_log_count] = other_draws;
   const Tensor ids = at::where(place.lt(count_), place + first_, others);
-  return {ids, log_count(ids, other_count, num_samples),
-          given(target) ? log_count(*target, of_target, num_samples) : of_target};
+  return {
+      ids, log_count(ids, other_count, num_samples),
+      is_defined(target) ? log_count(*target, target_log_count, num_samples) : target_log_count};
 }
 
 } // namespace xsoftmax

@@ -21,16 +21,16 @@ class RecentClasses {
   /// be queried for them.
   at::Tensor others(const at::Tensor& ids) const;
   OptionalTensor others(const OptionalTensor& ids) const {
-    return given(ids) ? OptionalTensor(others(*ids)) : ids;
+    return is_defined(ids) ? OptionalTensor(others(*ids)) : ids;
   }
   /// Returns the log_count of `ids` in all `num_samples` draws, given that of others(ids) in as
   /// many draws from the indexed part.
-  at::Tensor log_count(const at::Tensor& ids, const at::Tensor& of_others,
+  at::Tensor log_count(const at::Tensor& ids, const at::Tensor& log_count_of_others,
                        int64_t num_samples) const;
   /// Turns draws from the indexed part into draws from all classes, with the same seed.
   /// `num_queries`: none for a shared set.
   PrivateDraws join(const at::Tensor& seed, const std::optional<c10::SymInt>& num_queries,
-                    const OptionalTensor& target, const PrivateDraws& of_others,
+                    const OptionalTensor& target, const PrivateDraws& other_draws,
                     int64_t num_samples) const;
 
  private:

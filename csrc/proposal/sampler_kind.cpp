@@ -96,17 +96,17 @@ class DescriptionReader {
   int depth_ = 0;
 };
 
-struct Described {
+struct ParsedDescription {
   std::shared_ptr<const SamplerDescription> root;
   int64_t tensors;
 };
 
-Described read_description(const char* op, std::string_view text) {
-  static thread_local detail::TextCache<Described> cache;
+ParsedDescription read_description(const char* op, std::string_view text) {
+  static thread_local detail::TextCache<ParsedDescription> cache;
   return cache.of(text, [&] {
     DescriptionReader reader(op, text);
     const auto root = std::make_shared<const SamplerDescription>(reader.read_all());
-    return Described{root, reader.tensors()};
+    return ParsedDescription{root, reader.tensors()};
   });
 }
 
@@ -120,10 +120,10 @@ bool register_sampler_kind(const char* name, std::unique_ptr<SamplerKind> kind) 
 
 SamplerView::SamplerView(const char* op, std::string_view description, at::TensorList state)
     : state_(state) {
-  const Described described = read_description(op, description);
-  TORCH_CHECK_VALUE(int64_t(state.size()) == described.tensors, op, ": expected state with the ",
-                    described.tensors, " tensors of the sampler, got ", state.size());
-  root_ = described.root;
+  const ParsedDescription parsed = read_description(op, description);
+  TORCH_CHECK_VALUE(int64_t(state.size()) == parsed.tensors, op, ": expected state with the ",
+                    parsed.tensors, " tensors of the sampler, got ", state.size());
+  root_ = parsed.root;
   description_ = root_.get();
 }
 
@@ -172,7 +172,7 @@ Tensor seed_of(const DrawRequest& request, bool shared) {
 CandidateSet set_of(const std::tuple<Tensor, Tensor, Tensor>& drawn, const OptionalTensor& target,
                     bool distinct) {
   const auto& [ids, log_count, target_log_count] = drawn;
-  return {ids, log_count, given(target) ? target_log_count : Tensor(), distinct};
+  return {ids, log_count, is_defined(target) ? target_log_count : Tensor(), distinct};
 }
 
 namespace {
@@ -199,7 +199,7 @@ sampler_sample(const Tensor& queries, const OptionalTensor& target, at::TensorLi
 
 Tensor sampler_log_count(const Tensor& queries, const Tensor& ids, at::TensorList state,
                          std::string_view description) {
-  check::given_tensors("sampler_log_count", {{"queries", &queries}, {"ids", &ids}});
+  check::strided_tensors("sampler_log_count", {{"queries", &queries}, {"ids", &ids}});
   return SamplerView("sampler_log_count", description, state).log_count(queries, ids);
 }
 
@@ -212,8 +212,8 @@ std::tuple<Tensor, Tensor, Tensor> sampler_sample_outside(
     const Tensor& queries, const Tensor& candidates, const OptionalTensor& target,
     at::TensorList state, std::string_view description, std::optional<at::Generator> generator,
     bool training, int64_t first_query) {
-  check::given_tensors("sampler_sample_outside",
-                       {{"queries", &queries}, {"candidates", &candidates}});
+  check::strided_tensors("sampler_sample_outside",
+                         {{"queries", &queries}, {"candidates", &candidates}});
   const SamplerView sampler("sampler_sample_outside", description, state);
   const CandidateSet set = sample_outside(
       sampler, {queries, target, std::move(generator), training, first_query}, candidates);

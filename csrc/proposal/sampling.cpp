@@ -29,7 +29,7 @@ at::Tensor empty_samples(const at::Tensor& seed, const std::optional<c10::SymInt
 
 at::Tensor checked_classes(const char* owner, const char* argument, const OptionalTensor& classes,
                            int64_t num_classes) {
-  if (!given(classes)) {
+  if (!is_defined(classes)) {
     return at::empty({0}, at::kLong);
   }
   TORCH_CHECK_VALUE(classes->dim() == 1 && classes->scalar_type() == at::kLong, owner,

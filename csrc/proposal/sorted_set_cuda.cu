@@ -10,7 +10,7 @@ namespace {
 
 using namespace cuda;
 
-constexpr int64_t kMostRanked = 4096; // 32 KB of shared memory
+constexpr int64_t kMaxRanked = 4096; // 32 KB of shared memory
 
 // Each block loads all ids and ranks some of them: each thread counts the ids that sort before its
 // own. Equal ids occur only if a table is corrupt; they keep their order.
@@ -35,7 +35,7 @@ __global__ void rank_ids_kernel(int64_t* out, const int64_t* ids, int64_t count)
 
 at::Tensor sorted_set_cuda(const at::Tensor& ids) {
   const int64_t count = ids.numel();
-  if (count > kMostRanked) {
+  if (count > kMaxRanked) {
     return std::get<0>(ids.sort());
   }
   const at::Tensor sorted = at::empty(ids.sizes(), ids.options());

@@ -25,8 +25,8 @@ namespace {
 
 // Order of the parts: given classes, shared parts, private parts with replacement, private
 // distinct.
-int turn_of(const UnionPart& part) {
-  return part.is_given ? 0 : part.shared ? 1 : part.distinct ? 3 : 2;
+int draw_order(const UnionPart& part) {
+  return part.from_caller ? 0 : part.shared ? 1 : part.distinct ? 3 : 2;
 }
 
 // counts[:, first : first + width]
@@ -38,7 +38,7 @@ Tensor columns_of(const Tensor& counts, const c10::SymInt& first, const c10::Sym
 }
 
 // Returns the columns of the targets, which come first, in the shape of `target`.
-Tensor of_targets(const Tensor& counts, const c10::SymInt& targets, const Tensor& target) {
+Tensor target_counts(const Tensor& counts, const c10::SymInt& targets, const Tensor& target) {
   return check::can_read(counts) && target.dim() == 1
       ? strided_view(counts, {counts.size(0)}, {counts.stride(0)})
       : counts.narrow_symint(1, 0, targets).reshape_symint(target.sym_sizes());
@@ -80,9 +80,9 @@ CandidateSet head_set(const Tensor& ids) {
 
 Proposal sample_union(const DrawRequest& request, std::vector<UnionPart> parts) {
   std::stable_sort(parts.begin(), parts.end(), [](const UnionPart& one, const UnionPart& other) {
-    return turn_of(one) < turn_of(other);
+    return draw_order(one) < draw_order(other);
   });
-  const c10::SymInt targets = given(request.target) && request.target->dim() == 2
+  const c10::SymInt targets = is_defined(request.target) && request.target->dim() == 2
       ? request.target->sym_size(1)
       : c10::SymInt(1);
   std::vector<DrawnSet> drawn;
@@ -90,35 +90,36 @@ Proposal sample_union(const DrawRequest& request, std::vector<UnionPart> parts) 
     const UnionPart& part = parts[number];
     // Such a part computes the counts of earlier ids by log_count; a private part gets them as
     // targets.
-    const bool asked = part.is_given || part.shared;
+    const bool independent = part.from_caller || part.shared;
     const size_t before = drawn.size();
     std::vector<Tensor> ids;
-    for (const DrawnSet& earlier : drawn) {
-      ids.push_back(earlier.set.ids);
+    for (const DrawnSet& previous : drawn) {
+      ids.push_back(previous.set.ids);
     }
     const Proposal sets = part.sample(
-        asked ? request : request.with_target(union_classes(request.queries, request.target, ids)));
-    for (size_t k = 0; asked && k < before; ++k) {
+        independent ? request
+                    : request.with_target(union_classes(request.queries, request.target, ids)));
+    for (size_t k = 0; independent && k < before; ++k) {
       drawn[k].log_counts.push_back(part.log_count(request.queries, ids[k]));
     }
     for (const CandidateSet& set : sets) {
-      DrawnSet of_part{set, {set.log_count}, number};
-      for (size_t earlier = 0; earlier < number; ++earlier) {
-        of_part.log_counts.push_back(parts[earlier].log_count(request.queries, set.ids));
+      DrawnSet drawn_part{set, {set.log_count}, number};
+      for (size_t previous = 0; previous < number; ++previous) {
+        drawn_part.log_counts.push_back(parts[previous].log_count(request.queries, set.ids));
       }
       // Columns: one per target, then one per id of the earlier sets.
-      if (!asked && set.target_log_count.defined()) {
+      if (!independent && set.target_log_count.defined()) {
         c10::SymInt column = targets;
         for (size_t k = 0; k < before; ++k) {
           const c10::SymInt width = ids[k].sym_size(-1);
           drawn[k].log_counts.push_back(columns_of(set.target_log_count, column, width));
           column += width;
         }
-        of_part.set.target_log_count = given(request.target)
-            ? of_targets(set.target_log_count, targets, *request.target)
+        drawn_part.set.target_log_count = is_defined(request.target)
+            ? target_counts(set.target_log_count, targets, *request.target)
             : Tensor();
       }
-      drawn.push_back(std::move(of_part));
+      drawn.push_back(std::move(drawn_part));
     }
   }
   Proposal sets;

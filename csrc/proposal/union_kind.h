@@ -12,8 +12,8 @@ struct UnionPart {
   bool shared, distinct;
   std::function<Proposal(const DrawRequest& request)> sample;
   std::function<at::Tensor(const at::Tensor& queries, const at::Tensor& ids)> log_count;
-  bool is_given = false; ///< whether its classes are independent of the other parts' draws, so that
-                         ///< it draws first
+  bool from_caller = false; ///< whether its classes are independent of the other parts' draws, so
+                            ///< that it draws first
 };
 
 /// Returns a described sampler as a part.

@@ -47,10 +47,10 @@ Tensor merged_pair(const Tensor& a, const Tensor& b) {
   const Tensor merged = a.dim() == 1 && b.dim() == 1 ? at::empty({width}, a.options())
                                                      : at::empty({rows, width}, a.options());
   float* const out = merged.mutable_data_ptr<float>();
-  const auto of_a = element(a), of_b = element(b);
+  const auto element_a = element(a), element_b = element(b);
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t j = 0; j < width; ++j) {
-      const double x = of_a(row, j), y = of_b(row, j), most = std::max(x, y);
+      const double x = element_a(row, j), y = element_b(row, j), most = std::max(x, y);
       out[row * width + j] =
           float(x == y && std::isinf(x) ? x : most + std::log1p(std::exp(-std::abs(x - y))));
     }
@@ -89,7 +89,7 @@ Tensor union_classes(const Tensor& queries, const OptionalTensor& target, at::Te
   check::dim(op, "queries", queries, 2);
   const c10::SymInt rows = queries.sym_size(0);
   std::vector<Tensor> columns;
-  if (given(target)) {
+  if (is_defined(target)) {
     check::int64(op, "target", *target);
     check::same_device(op, "target", *target, "queries", queries);
     TORCH_CHECK_VALUE((target->dim() == 1 || target->dim() == 2) && target->sym_size(0) == rows, op,
@@ -102,12 +102,12 @@ Tensor union_classes(const Tensor& queries, const OptionalTensor& target, at::Te
   } else {
     columns.push_back(at::zeros_symint({rows, 1}, queries.options().dtype(at::kLong)));
   }
-  for (const Tensor& of_set : ids) {
-    check::int64(op, "ids", of_set);
-    check::same_device(op, "ids", of_set, "queries", queries);
-    TORCH_CHECK_VALUE(of_set.dim() == 1 || (of_set.dim() == 2 && of_set.sym_size(0) == rows), op,
-                      ": expected ids of shape [M] or [", rows, ", M], got ", of_set.sym_sizes());
-    columns.push_back(of_set);
+  for (const Tensor& set_ids : ids) {
+    check::int64(op, "ids", set_ids);
+    check::same_device(op, "ids", set_ids, "queries", queries);
+    TORCH_CHECK_VALUE(set_ids.dim() == 1 || (set_ids.dim() == 2 && set_ids.sym_size(0) == rows), op,
+                      ": expected ids of shape [M] or [", rows, ", M], got ", set_ids.sym_sizes());
+    columns.push_back(set_ids);
   }
   const Tensor classes = concat_columns(columns, rows, /*by_rows=*/true);
   return classes.is_same(columns[0]) ? classes.clone() : classes;
@@ -128,10 +128,10 @@ void check_private_counts(const char* op, const Tensor& counts, at::TensorList i
   TORCH_CHECK_VALUE(
       counts.sym_size(1) >= width, op, ": expected target_log_count of private sets with at least ",
       width, " columns, the targets and the ids of the sets before, got ", counts.sym_size(1));
-  TORCH_CHECK_VALUE(
-      !given(target) || (target->dim() >= 1 && target->sym_numel() == counts.sym_size(0) * targets),
-      op, ": expected target for each of ", counts.sym_size(0), " rows of target_log_count, got ",
-      target->sym_sizes());
+  TORCH_CHECK_VALUE(!is_defined(target) ||
+                        (target->dim() >= 1 && target->sym_numel() == counts.sym_size(0) * targets),
+                    op, ": expected target for each of ", counts.sym_size(0),
+                    " rows of target_log_count, got ", target->sym_sizes());
 }
 
 } // namespace
@@ -153,7 +153,7 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> union_merge(
     TORCH_CHECK_VALUE(ids[k].dim() >= 1, op, ": expected ids of shape [M] or [Q, M], got one id");
     counts[k].push_back(log_count[k]);
   }
-  if (given(target)) {
+  if (is_defined(target)) {
     check::int64(op, "target", *target);
   }
   for (size_t i = 0; i < asked.size(); ++i) {
@@ -162,37 +162,37 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> union_merge(
     counts[of_set[i]].push_back(asked[i]);
   }
   const c10::SymInt targets =
-      given(target) && target->dim() == 2 ? target->sym_size(1) : c10::SymInt(1);
-  std::vector<Tensor> of_targets;
+      is_defined(target) && target->dim() == 2 ? target->sym_size(1) : c10::SymInt(1);
+  std::vector<Tensor> target_counts;
   for (size_t k = 0; k < sets; ++k) {
-    const OptionalTensor of_classes = target_log_count.get(k);
-    const bool is_private = int64_t(k) >= first_private && given(of_classes);
-    if (given(of_classes)) {
-      check::floating(op, "target_log_count", *of_classes);
+    const OptionalTensor target_counts_of_set = target_log_count.get(k);
+    const bool is_private = int64_t(k) >= first_private && is_defined(target_counts_of_set);
+    if (is_defined(target_counts_of_set)) {
+      check::floating(op, "target_log_count", *target_counts_of_set);
     }
     if (is_private) {
       // Columns: the targets, then the ids of the sets of earlier parts.
-      check_private_counts(op, *of_classes, ids, part, k, targets, target);
+      check_private_counts(op, *target_counts_of_set, ids, part, k, targets, target);
       c10::SymInt column = targets;
       for (size_t before = 0; before < k && part[before] != part[k]; ++before) {
         const c10::SymInt width = ids[before].sym_size(-1);
-        counts[before].push_back(of_classes->narrow_symint(1, column, width));
+        counts[before].push_back(target_counts_of_set->narrow_symint(1, column, width));
         column += width;
       }
     }
-    if (!given(target) || !given(of_classes)) {
-      of_targets.push_back(at::empty({0}, log_count[k].options()));
+    if (!is_defined(target) || !is_defined(target_counts_of_set)) {
+      target_counts.push_back(at::empty({0}, log_count[k].options()));
     } else {
-      of_targets.push_back(
-          is_private ? of_classes->narrow_symint(1, 0, targets).reshape_symint(target->sym_sizes())
-                     : *of_classes);
+      target_counts.push_back(is_private ? target_counts_of_set->narrow_symint(1, 0, targets)
+                                               .reshape_symint(target->sym_sizes())
+                                         : *target_counts_of_set);
     }
   }
   std::vector<Tensor> merged;
   for (const auto& of_set : counts) {
     merged.push_back(merge_log_counts(of_set));
   }
-  return {merged, of_targets};
+  return {merged, target_counts};
 }
 
 XSOFTMAX_OPERATORS(m) {

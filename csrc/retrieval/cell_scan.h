@@ -33,8 +33,8 @@ struct CellScanTable {
   uint32_t (*reached)(const float* centre, const float* reach, float length, float threshold);
   /// out[lane] = size[lane] P(X > threshold), X Gaussian with mean centre[lane] and standard
   /// deviation deviation * reach[lane]
-  void (*likely)(float* out, const float* centre, const float* reach, const float* size,
-                 float deviation, float threshold);
+  void (*expected_hits)(float* out, const float* centre, const float* reach, const float* size,
+                        float deviation, float threshold);
 
   /// Returns sum_d query[d] * row[d].
   double (*dot_f32)(const double* query, const float* row, int64_t width);

@@ -172,8 +172,8 @@ uint32_t reached(const float* centre, const float* reach, float length, float th
   return bits;
 }
 
-void likely(float* __restrict out, const float* centre, const float* reach, const float* size,
-            float deviation, float threshold) {
+void expected_hits(float* __restrict out, const float* centre, const float* reach,
+                   const float* size, float deviation, float threshold) {
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     // Approximates the Gaussian tail within 2 %, with the right steepness far out.
     const float x = (threshold - centre[lane]) / (deviation * reach[lane] + 1e-30f),
@@ -206,7 +206,7 @@ double dot(const double* query, const T* row, int64_t width) {
 
 } // namespace
 
-extern const CellScanTable cell_scan{scan,       score,       reached,   likely,
+extern const CellScanTable cell_scan{scan,       score,       reached,   expected_hits,
                                      dot<float>, dot<double>, dot<Bf16>, dot<F16>};
 
 } // namespace xsoftmax::XS_ISA

@@ -21,22 +21,22 @@ struct Hits {
   Tensor hits;      ///< float64 [R, k], 1 where a prediction is right
   Tensor sizes;     ///< int64 [R], the number of right classes
   Tensor predicted; ///< int64 [R, k]
-  Tensor right;     ///< int64 [R, T]
+  Tensor correct;     ///< int64 [R, T]
 };
 
-bool has_twice(const Tensor& sorted) {
+bool has_duplicates(const Tensor& sorted) {
   const int64_t last = sorted.size(1) - 1;
   const Tensor left = sorted.narrow(1, 0, last), next = sorted.narrow(1, 1, last);
   return left.eq(next).logical_and(left.ge(0)).any().item<bool>();
 }
 
 /// Sorts each row and replaces repeated classes by -1.
-Tensor each_once(const Tensor& rows) {
+Tensor remove_duplicates(const Tensor& rows) {
   Tensor sorted = std::get<0>(rows.sort(1, /*descending=*/true)).clone();
   if (sorted.size(1) > 1) {
     const int64_t last = sorted.size(1) - 1;
-    const Tensor again = sorted.narrow(1, 1, last).eq(sorted.narrow(1, 0, last));
-    sorted.narrow(1, 1, last).masked_fill_(again, -1);
+    const Tensor is_repeated = sorted.narrow(1, 1, last).eq(sorted.narrow(1, 0, last));
+    sorted.narrow(1, 1, last).masked_fill_(is_repeated, -1);
   }
   return sorted;
 }
@@ -51,21 +51,22 @@ Hits hits_of(const char* name, const Tensor& predictions, const Tensor& truth, i
   TORCH_CHECK_VALUE((truth.dim() == 1 || truth.dim() == 2) && truth.size(0) == predictions.size(0),
                     name, ": expected truth of shape [", predictions.size(0), "] or [",
                     predictions.size(0), ", T], got ", truth.sizes());
-  const Tensor wanted = truth.dim() == 1 ? truth.unsqueeze(1) : truth,
+  const Tensor targets = truth.dim() == 1 ? truth.unsqueeze(1) : truth,
                best = predictions.narrow(1, 0, k);
-  for (const auto& [argument, ids] : {std::pair{"predictions", best}, std::pair{"truth", wanted}}) {
+  for (const auto& [argument, ids] :
+       {std::pair{"predictions", best}, std::pair{"truth", targets}}) {
     TORCH_CHECK_VALUE(ids.numel() == 0 || ids.min().item<int64_t>() >= -1, name,
                       ": expected classes of 0 or more in ", argument, ", or -1 for none, got ",
                       ids.min().item<int64_t>());
   }
-  TORCH_CHECK_VALUE(best.numel() == 0 || !has_twice(std::get<0>(best.sort(1))), name,
+  TORCH_CHECK_VALUE(best.numel() == 0 || !has_duplicates(std::get<0>(best.sort(1))), name,
                     ": expected different predictions for a query, got one twice");
-  const Tensor right = each_once(wanted), counts = right.ge(0).sum(1),
+  const Tensor correct = remove_duplicates(targets), counts = correct.ge(0).sum(1),
                found = counts.gt(0).nonzero().squeeze(1);
   TORCH_CHECK_VALUE(found.numel() > 0, name,
                     ": expected a query for which a class is right, got none of ",
                     predictions.size(0));
-  const Tensor predicted = best.index_select(0, found), classes = right.index_select(0, found);
+  const Tensor predicted = best.index_select(0, found), classes = correct.index_select(0, found);
   const Tensor hits =
       predicted.unsqueeze(2).eq(classes.unsqueeze(1)).any(2).logical_and(predicted.ge(0));
   return {hits.to(at::kDouble), counts.index_select(0, found), predicted, classes};
@@ -95,7 +96,7 @@ double psp_at_k(const Tensor& predictions, const Tensor& truth, int64_t k,
   const Hits found = hits_of(name, predictions, truth, k);
   check::floating(name, "propensity", propensity);
   const int64_t least =
-      1 + std::max(found.right.max().item<int64_t>(), found.predicted.max().item<int64_t>());
+      1 + std::max(found.correct.max().item<int64_t>(), found.predicted.max().item<int64_t>());
   TORCH_CHECK_VALUE(propensity.dim() == 1 && propensity.size(0) >= least, name,
                     ": expected propensity of shape [", least, " or more], got ",
                     propensity.sizes());
@@ -103,8 +104,9 @@ double psp_at_k(const Tensor& predictions, const Tensor& truth, int64_t k,
                     ": expected propensity in (0, 1], got others");
   const Tensor gains = propensity.to(at::kDouble).reciprocal();
   const Tensor hit_gains = gains.take(found.predicted.clamp_min(0)).mul(found.hits);
-  const Tensor of_right = gains.take(found.right.clamp_min(0)).masked_fill(found.right.lt(0), 0);
-  const Tensor largest = std::get<0>(of_right.topk(std::min(k, of_right.size(1)), 1));
+  const Tensor correct_gains =
+      gains.take(found.correct.clamp_min(0)).masked_fill(found.correct.lt(0), 0);
+  const Tensor largest = std::get<0>(correct_gains.topk(std::min(k, correct_gains.size(1)), 1));
   return hit_gains.sum().div(largest.sum()).item<double>();
 }
 

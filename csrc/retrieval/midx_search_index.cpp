@@ -22,7 +22,7 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kOp = "midx_search_index";
-constexpr int64_t kRowsOfCell = 256, kRowsOfCodeword = 256, kMostByDefault = 256, kIterations = 10;
+constexpr int64_t kRowsOfCell = 256, kRowsOfCodeword = 256, kMaxByDefault = 256, kIterations = 10;
 
 template <typename Function>
 auto typed(const char* name) {
@@ -50,21 +50,21 @@ int64_t check_midx_search_index(const Tensor& weight, const OptionalTensor& code
                                 const Tensor& seed) {
   check::dim(kOp, "weight", weight, 2);
   check::floating(kOp, "weight", weight);
-  TORCH_CHECK_VALUE(given(codewords1) == given(codewords2), kOp,
+  TORCH_CHECK_VALUE(is_defined(codewords1) == is_defined(codewords2), kOp,
                     ": expected both codewords1 and codewords2, or neither");
   TORCH_CHECK_VALUE(codewords >= 0 && codewords <= kMaxCodewords, kOp,
                     ": expected codewords in [0, ", kMaxCodewords, "], got ", codewords);
   check::dim(kOp, "seed", seed, 0);
   check::int64(kOp, "seed", seed);
-  if (given(codewords1)) {
+  if (is_defined(codewords1)) {
     check_codebooks(kOp, *codewords1, *codewords2, weight.sym_size(1));
     check::same_device(kOp, "codewords1", *codewords1, "weight", weight);
     return codewords1->size(0);
   }
   const double classes = double(weight.sym_size(0).guard_int(__FILE__, __LINE__));
-  return codewords > 0 ? codewords
-                       : std::clamp<int64_t>(int64_t(std::ceil(std::sqrt(classes / kRowsOfCell))),
-                                             1, kMostByDefault);
+  return codewords > 0
+      ? codewords
+      : std::clamp<int64_t>(int64_t(std::ceil(std::sqrt(classes / kRowsOfCell))), 1, kMaxByDefault);
 }
 
 std::vector<Tensor> search_index(const Tensor& weight, const OptionalTensor& bias,
@@ -92,7 +92,7 @@ std::vector<Tensor> build(const Tensor& weight, const OptionalTensor& bias,
   const int64_t k = check_midx_search_index(weight, codewords1, codewords2, codewords, seed);
   const LongWork work(kOp);
   const auto [first, second] =
-      given(codewords1) ? std::pair(*codewords1, *codewords2) : trained(weight, k, seed);
+      is_defined(codewords1) ? std::pair(*codewords1, *codewords2) : trained(weight, k, seed);
   return search_index(weight, bias, std::get<0>(midx_encode(weight, first, second)), k * k);
 }
 

@@ -49,22 +49,23 @@ struct CellQueries {
 
 #ifdef __CUDACC__
 /// Computes the products of 256 cells (blockIdx.x) with 8 queries (blockIdx.y).
-__global__ void centre_products_kernel(CellQueries of, CellTable table) {
+__global__ void centre_products_kernel(CellQueries cell_queries, CellTable table) {
   __shared__ float rows[kQueriesAtOnce][kCoordinates];
   const int64_t cell = global_thread(), block = cell / kCellLanes,
                 first = int64_t(blockIdx.y) * kQueriesAtOnce;
-  const bool there = cell < table.columns();
+  const bool in_range = cell < table.columns();
   float sum[kQueriesAtOnce] = {};
   for (int64_t base = 0; base < table.width; base += kCoordinates) {
-    const int some = int(min(int64_t(kCoordinates), table.width - base));
+    const int count = int(min(int64_t(kCoordinates), table.width - base));
     __syncthreads();
     for (int i = threadIdx.x; i < kQueriesAtOnce * kCoordinates; i += blockDim.x) {
       const int j = i / kCoordinates, d = i % kCoordinates;
-      rows[j][d] =
-          first + j < of.queries && d < some ? of.row[(first + j) * table.width + base + d] : 0.0f;
+      rows[j][d] = first + j < cell_queries.queries && d < count
+          ? cell_queries.row[(first + j) * table.width + base + d]
+          : 0.0f;
     }
     __syncthreads();
-    for (int d = 0; there && d < some; ++d) {
+    for (int d = 0; in_range && d < count; ++d) {
       const float centre =
           table.centre[(block * table.width + base + d) * kCellLanes + cell % kCellLanes];
 #pragma unroll
@@ -75,15 +76,16 @@ __global__ void centre_products_kernel(CellQueries of, CellTable table) {
   }
 #pragma unroll
   for (int j = 0; j < kQueriesAtOnce; ++j) {
-    if (there && first + j < of.queries) {
-      of.product[(first + j) * table.columns() + cell] = sum[j];
+    if (in_range && first + j < cell_queries.queries) {
+      cell_queries.product[(first + j) * table.columns() + cell] = sum[j];
     }
   }
 }
 
 /// Shared memory of a block for the cells that it scans together.
 struct CellBatch {
-  int64_t cell[kThreads], behind[kThreads]; // behind: the number of groups in earlier cells
+  int64_t cell[kThreads],
+      first_group[kThreads]; // first_group: the number of groups in earlier cells
   double product[kThreads], error[kThreads], unit[kThreads];
   int64_t storage[kWarp];
 };
@@ -92,14 +94,16 @@ struct CellBatch {
 template <typename T>
 class CellReader {
  public:
-  __device__ CellReader(const CellQueries& of, const CellTable& table, int64_t q,
+  __device__ CellReader(const CellQueries& cell_queries, const CellTable& table, int64_t q,
                         const RowScorer<T>& scorer, CellBatch& batch)
-      : query_(of.query[q]), table_(table), product_(of.product + q * table.columns()),
-        key_(of.key + q * table.columns()), read_(of.read + q * table.columns()),
-        code_(of.code + q * table.quads), scorer_(scorer), batch_(batch) {}
+      : query_(cell_queries.query[q]), table_(table),
+        product_(cell_queries.product + q * table.columns()),
+        key_(cell_queries.key + q * table.columns()),
+        read_(cell_queries.read + q * table.columns()), code_(cell_queries.code + q * table.quads),
+        scorer_(scorer), batch_(batch) {}
 
   /// Returns whether a cell was not read and may hold a class that reaches the threshold.
-  __device__ bool is_left(int64_t cell, double threshold) const {
+  __device__ bool is_remaining(int64_t cell, double threshold) const {
     const float length = float(query_.length * (1 + 1e-6));
     return cell < table_.cells && !read_[cell] &&
         !(product_[cell] + length * table_.bound(kReach, cell) * (1 + 1e-6f) < below(threshold));
@@ -110,16 +114,16 @@ class CellReader {
   __device__ void rank_first() {
     const float range = 3 * deviation();
     for (int64_t c = threadIdx.x; c < table_.columns(); c += blockDim.x) {
-      const bool there = c < table_.cells && table_.bound(kSize, c) > 0;
-      key_[c] = there ? rank_of(product_[c] + range * table_.bound(kReach, c)) : 0;
+      const bool in_range = c < table_.cells && table_.bound(kSize, c) > 0;
+      key_[c] = in_range ? rank_of(product_[c] + range * table_.bound(kReach, c)) : 0;
     }
     __syncthreads();
   }
 
   /// Ranks the cells that are left by the expected number of classes above the threshold.
-  __device__ void rank_likely(double threshold) {
+  __device__ void rank_by_expected_hits(double threshold) {
     for (int64_t c = threadIdx.x; c < table_.columns(); c += blockDim.x) {
-      key_[c] = is_left(c, threshold) ? rank_of(likely(c, float(threshold))) : 0;
+      key_[c] = is_remaining(c, threshold) ? rank_of(expected_hits(c, float(threshold))) : 0;
     }
     __syncthreads();
   }
@@ -157,11 +161,11 @@ class CellReader {
   }
 
   /// Reads those of cells begin ... end - 1 that are left. Returns the number of cells read.
-  __device__ int64_t read_left(SearchList& list, int64_t begin, int64_t end) {
+  __device__ int64_t read_remaining(SearchList& list, int64_t begin, int64_t end) {
     int64_t read = 0, tightened = list.count;
     for (int64_t base = begin; base < end; base += blockDim.x) {
       const int64_t c = base + threadIdx.x;
-      const bool choose = c < end && is_left(c, list.threshold);
+      const bool choose = c < end && is_remaining(c, list.threshold);
       int64_t chosen;
       const int64_t place = block_inclusive_sum(int64_t(choose), &chosen, batch_.storage) - 1;
       if (choose) {
@@ -189,11 +193,11 @@ class CellReader {
     return (int64_t(table_.bound(kSize, cell)) << kCellBits) + 1;
   }
 
-  template <typename Holds>
-  __device__ Counted count(const Holds& holds) const {
+  template <typename Predicate>
+  __device__ Counted count(const Predicate& predicate) const {
     int64_t mine = 0;
     for (int64_t c = threadIdx.x; c < table_.columns(); c += blockDim.x) {
-      mine += holds(key_[c]) ? packed(c) : 0;
+      mine += predicate(key_[c]) ? packed(c) : 0;
     }
     const int64_t all = block_sum(mine, batch_.storage);
     return {cells_of(all), classes_of(all)};
@@ -203,7 +207,7 @@ class CellReader {
   __device__ float deviation() const { return float(query_.length / sqrt(double(table_.width))); }
 
   // Returns size x P(X > threshold) for a Gaussian X, within 2 %, with the right steepness far out.
-  __device__ float likely(int64_t cell, float threshold) const {
+  __device__ float expected_hits(int64_t cell, float threshold) const {
     const float x = (threshold - product_[cell]) /
         (deviation() * table_.bound(kReach, cell) + 1e-30f),
                 y = fabsf(x), z = y < 12.0f ? y : 12.0f;
@@ -240,11 +244,11 @@ class CellReader {
       read_[cell] = true;
       batch_.product[i] = product_[cell];
       batch_.error[i] = query_.length * table_.bound(kCodeError, cell) +
-          query_.lost * table_.bound(kCodeNorm, cell);
+          query_.residual * table_.bound(kCodeNorm, cell);
       batch_.unit[i] = query_.scale * table_.bound(kScale, cell);
     }
-    const int64_t behind = block_inclusive_sum(groups, &all, batch_.storage) - groups;
-    batch_.behind[i] = behind;
+    const int64_t first_group = block_inclusive_sum(groups, &all, batch_.storage) - groups;
+    batch_.first_group[i] = first_group;
     __syncthreads();
     for (int64_t base = 0; base < all; base += blockDim.x / kCellLanes) {
       const int64_t group = base + threadIdx.x / kCellLanes;
@@ -259,9 +263,9 @@ class CellReader {
 
   // Returns this thread's row of a group of the batch as a candidate.
   __device__ Candidate row_at(const SearchList& list, int64_t group, int64_t chosen) const {
-    const int64_t place = last_at_or_before(batch_.behind, chosen, group);
+    const int64_t place = last_at_or_before(batch_.first_group, chosen, group);
     const int64_t row =
-        (table_.start[batch_.cell[place]] + group - batch_.behind[place]) * kCellLanes +
+        (table_.start[batch_.cell[place]] + group - batch_.first_group[place]) * kCellLanes +
         threadIdx.x % kCellLanes;
     const int32_t* codes =
         table_.codes + (row / kCellLanes) * table_.quads * kCellLanes + threadIdx.x % kCellLanes;
@@ -275,7 +279,7 @@ class CellReader {
                   float(batch_.error[place] * (1 + 1e-6)), 0, true};
     if (one.reaches(list.threshold)) {
       one.id = table_.order[row];
-      one.there = one.id >= 0;
+      one.is_candidate = one.id >= 0;
     }
     return one;
   }
@@ -293,30 +297,30 @@ class CellReader {
 /// Reads the most promising cells, which give a threshold; with a limit, also the cells that are
 /// likely to hold some of the best. One block per query. most: the limit; 0: none.
 template <typename T>
-__global__ void first_cells_kernel(CellQueries of, CellTable table, ListStorage lists,
+__global__ void first_cells_kernel(CellQueries cell_queries, CellTable table, ListStorage lists,
                                    RowScorer<T> scorer, int64_t k, int64_t parts, int64_t most) {
   __shared__ CellBatch batch;
-  for (int64_t q = blockIdx.x; q < of.queries; q += gridDim.x) {
+  for (int64_t q = blockIdx.x; q < cell_queries.queries; q += gridDim.x) {
     const int64_t at = q * (parts + 1);
     SearchList list(lists, at, k, batch.storage);
     int64_t cells = 0;
-    if (of.query[q].state == kSearched) {
-      scorer.query = of.wide + q * table.width;
-      scorer.exponent = of.query[q].exponent;
-      CellReader<T> reader(of, table, q, scorer, batch);
+    if (cell_queries.query[q].state == kSearched) {
+      scorer.query = cell_queries.wide + q * table.width;
+      scorer.exponent = cell_queries.query[q].exponent;
+      CellReader<T> reader(cell_queries, table, q, scorer, batch);
       reader.rank_first();
       cells = reader.read_best(list, most == 0 ? kFirstCells : min(kFirstLikely, most), k);
       list.tighten();
       for (int64_t more = 1; more > 0 && cells < most; cells += more) {
         // Ranked again each time the number of cells read has quadrupled, with a higher threshold.
-        reader.rank_likely(list.threshold);
+        reader.rank_by_expected_hits(list.threshold);
         more = reader.read_best(list, min(most, max(int64_t(1), 4 * cells)) - cells, 0);
         list.tighten();
       }
     }
     list.store(lists, at);
     if (threadIdx.x == 0) {
-      of.cells_read[at] = cells;
+      cell_queries.cells_read[at] = cells;
     }
   }
 }
@@ -324,23 +328,24 @@ __global__ void first_cells_kernel(CellQueries of, CellTable table, ListStorage 
 /// Reads the remaining cells that the threshold does not exclude. One block per query and part of
 /// the cells.
 template <typename T>
-__global__ void left_cells_kernel(CellQueries of, CellTable table, ListStorage lists,
+__global__ void left_cells_kernel(CellQueries cell_queries, CellTable table, ListStorage lists,
                                   RowScorer<T> scorer, int64_t k, int64_t parts) {
   __shared__ CellBatch batch;
-  for (int64_t task = blockIdx.x; task < of.queries * parts; task += gridDim.x) {
+  for (int64_t task = blockIdx.x; task < cell_queries.queries * parts; task += gridDim.x) {
     const int64_t q = task / parts, part = task % parts, at = q * (parts + 1);
     SearchList list(lists, at + 1 + part, k, batch.storage);
     list.threshold = lists.threshold[at];
     int64_t cells = 0;
-    if (of.query[q].state == kSearched) {
-      scorer.query = of.wide + q * table.width;
-      scorer.exponent = of.query[q].exponent;
-      CellReader<T> reader(of, table, q, scorer, batch);
-      cells = reader.read_left(list, table.cells * part / parts, table.cells * (part + 1) / parts);
+    if (cell_queries.query[q].state == kSearched) {
+      scorer.query = cell_queries.wide + q * table.width;
+      scorer.exponent = cell_queries.query[q].exponent;
+      CellReader<T> reader(cell_queries, table, q, scorer, batch);
+      cells =
+          reader.read_remaining(list, table.cells * part / parts, table.cells * (part + 1) / parts);
     }
     list.store(lists, at + 1 + part);
     if (threadIdx.x == 0) {
-      of.cells_read[at + 1 + part] = cells;
+      cell_queries.cells_read[at + 1 + part] = cells;
     }
   }
 }

@@ -19,25 +19,25 @@ constexpr int64_t kFirstCells = 8; // cells read before the bounds of the others
 constexpr int64_t kFirstLikely = 2; // the same if the number of cells is limited
 constexpr int64_t kCandidates = 4096; // candidates per query before they are rescored
 
-struct Likely {
+struct RankedCell {
   float value;
   int64_t cell;
 
-  friend bool operator>(const Likely& a, const Likely& b) {
+  friend bool operator>(const RankedCell& a, const RankedCell& b) {
     return a.value > b.value || (a.value == b.value && a.cell < b.cell);
   }
 };
 
-// Keeps the `keep` most likely cells in a heap, least likely in front.
-void keep_best(std::vector<Likely>& cells, int64_t keep, Likely one) {
-  if (int64_t(cells.size()) == keep) {
-    if (!(one > cells.front())) {
+// Keeps the `count` most likely cells in a heap, least likely in front.
+void keep_best(std::vector<RankedCell>& cells, int64_t count, RankedCell cell) {
+  if (int64_t(cells.size()) == count) {
+    if (!(cell > cells.front())) {
       return;
     }
     std::pop_heap(cells.begin(), cells.end(), std::greater<>());
     cells.pop_back();
   }
-  cells.push_back(one);
+  cells.push_back(cell);
   std::push_heap(cells.begin(), cells.end(), std::greater<>());
 }
 
@@ -83,7 +83,7 @@ const float* CellReader::products(int64_t q, int64_t block) const {
       (chunk * kChunk * index_.blocks + block * chunk_size(chunk) + q % kChunk) * kScanLanes;
 }
 
-uint32_t CellReader::left(int64_t q, int64_t block, double threshold) const {
+uint32_t CellReader::remaining(int64_t q, int64_t block, double threshold) const {
   const float length = above(queries_[q].length), least = -above(-threshold);
   const uint32_t bits =
       cell_scan().reached(products(q, block), bounds(kReach, block), length, least) &
@@ -98,7 +98,7 @@ void CellReader::read_wave(int64_t first, int64_t count) {
   count_ = count;
   queries_.assign(count_, {});
   found_.assign(count_, {});
-  codes_of_.assign(count_ * index_.quads * 4, 0);
+  query_codes_.assign(count_ * index_.quads * 4, 0);
   products_.resize(count_ * index_.blocks * kScanLanes);
   read_.assign(count_ * index_.blocks, 0);
   const int64_t chunks = (count_ + kChunk - 1) / kChunk;
@@ -120,7 +120,7 @@ void CellReader::read_wave(int64_t first, int64_t count) {
       if (queries_[q].searched) {
         read_first(q, scratch);
         if (!exact_) {
-          read_likely(q, scratch);
+          read_promising(q, scratch);
         }
       }
     }
@@ -145,10 +145,10 @@ void CellReader::prepare(int64_t q, ScanScratch& scratch, float* row) {
   if (!query.searched) {
     return;
   }
-  int8_t* code = codes_of_.data() + q * index_.quads * 4;
+  int8_t* code = query_codes_.data() + q * index_.quads * 4;
   query.exponent = -std::ilogb(largest);
   query.scale = std::scalbn(largest, query.exponent) / 127;
-  double square = 0, lost = 0;
+  double square = 0, residual = 0;
   for (int64_t d = 0; d < index_.width; ++d) {
     const double z = std::scalbn(wide[d], query.exponent),
                  nearest = std::nearbyint(z / query.scale), error = z - nearest * query.scale;
@@ -156,10 +156,10 @@ void CellReader::prepare(int64_t q, ScanScratch& scratch, float* row) {
     code[d] = int8_t(nearest);
     query.offset += 128 * int64_t(nearest);
     square += z * z;
-    lost += error * error;
+    residual += error * error;
   }
   query.length = std::sqrt(square) * (1 + 1e-7);
-  query.lost = std::sqrt(lost) * (1 + 1e-7);
+  query.residual = std::sqrt(residual) * (1 + 1e-7);
 }
 
 // Returns the standard deviation of z.r / |r| for r of random direction.
@@ -171,7 +171,7 @@ float CellReader::deviation(int64_t q) const {
 void CellReader::read_first(int64_t q, ScanScratch& scratch) {
   const float range = 3 * deviation(q);
   const int64_t most = exact_ ? kFirstCells : std::min(kFirstLikely, *options_.max_cells);
-  std::vector<Likely> cells;
+  std::vector<RankedCell> cells;
   const auto gather = [&](int64_t keep) {
     for (int64_t block = 0; block < index_.blocks; ++block) {
       const float *product = products(q, block), *reach = bounds(kReach, block),
@@ -189,34 +189,34 @@ void CellReader::read_first(int64_t q, ScanScratch& scratch) {
   for (; next < cells.size(); ++next) {
     scan_cell(cells[next].cell, &q, 1, &found_[q], scratch);
   }
-  const auto enough = [&] { return int64_t(found_[q].lower.size()) == k_; };
-  if (!enough()) { // rare: small cells or a large k
+  const auto is_full = [&] { return int64_t(found_[q].lower.size()) == k_; };
+  if (!is_full()) { // rare: small cells or a large k
     cells.clear();
     gather(index_.cells);
-    for (; next < cells.size() && !enough(); ++next) {
+    for (; next < cells.size() && !is_full(); ++next) {
       scan_cell(cells[next].cell, &q, 1, &found_[q], scratch);
     }
   }
 }
 
 // Reads the cells that are likely to hold some of the best.
-void CellReader::read_likely(int64_t q, ScanScratch& scratch) {
+void CellReader::read_promising(int64_t q, ScanScratch& scratch) {
   BestClasses& found = found_[q];
   const int64_t most = *options_.max_cells;
-  std::vector<Likely> cells;
+  std::vector<RankedCell> cells;
   while (found.cells < most) {
     // Recomputed each time the number of cells read has quadrupled: the threshold has risen, so
     // the ranking changes and some cells are excluded. max(1, ...) matters for a damaged index.
     const int64_t until = std::min(most, std::max<int64_t>(1, 4 * found.cells));
     cells.clear();
     for (int64_t block = 0; block < index_.blocks; ++block) {
-      uint32_t bits = left(q, block, found.threshold);
+      uint32_t bits = remaining(q, block, found.threshold);
       if (bits == 0) {
         continue;
       }
       std::array<float, kScanLanes> value;
-      cell_scan().likely(value.data(), products(q, block), bounds(kReach, block),
-                         bounds(kSize, block), deviation(q), float(found.threshold));
+      cell_scan().expected_hits(value.data(), products(q, block), bounds(kReach, block),
+                                bounds(kSize, block), deviation(q), float(found.threshold));
       for (; bits != 0; bits &= bits - 1) {
         const int lane = std::countr_zero(bits);
         keep_best(cells, until - found.cells, {value[lane], block * kScanLanes + lane});
@@ -226,7 +226,7 @@ void CellReader::read_likely(int64_t q, ScanScratch& scratch) {
       return;
     }
     std::sort_heap(cells.begin(), cells.end(), std::greater<>());
-    for (const Likely& one : cells) {
+    for (const RankedCell& one : cells) {
       scan_cell(one.cell, &q, 1, &found, scratch);
     }
   }
@@ -236,30 +236,30 @@ void CellReader::read_chunks(int64_t chunks) {
   at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
     ScanScratch scratch;
     for (int64_t chunk = begin; chunk < end; ++chunk) {
-      read_left(chunk, 0, index_.blocks, found_.data() + chunk * kChunk, scratch);
+      read_remaining(chunk, 0, index_.blocks, found_.data() + chunk * kChunk, scratch);
     }
   });
 }
 
 // For few queries: splits the cells into parts. The split depends on shapes only.
 void CellReader::read_in_parts(int64_t chunks) {
-  std::vector<std::vector<BestClasses>> of_part(chunks * kParts);
+  std::vector<std::vector<BestClasses>> part_results(chunks * kParts);
   at::parallel_for(0, chunks * kParts, 1, [&](int64_t begin, int64_t end) {
     ScanScratch scratch;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t chunk = i / kParts, part = i % kParts;
-      of_part[i].resize(chunk_size(chunk));
+      part_results[i].resize(chunk_size(chunk));
       for (int64_t j = 0; j < chunk_size(chunk); ++j) {
-        of_part[i][j].lower = found_[chunk * kChunk + j].lower;
-        of_part[i][j].threshold = found_[chunk * kChunk + j].threshold;
+        part_results[i][j].lower = found_[chunk * kChunk + j].lower;
+        part_results[i][j].threshold = found_[chunk * kChunk + j].threshold;
       }
-      read_left(chunk, index_.blocks * part / kParts, index_.blocks * (part + 1) / kParts,
-                of_part[i].data(), scratch);
+      read_remaining(chunk, index_.blocks * part / kParts, index_.blocks * (part + 1) / kParts,
+                     part_results[i].data(), scratch);
     }
   });
   for (int64_t i = 0; i < chunks * kParts; ++i) {
-    for (size_t j = 0; j < of_part[i].size(); ++j) {
-      BestClasses &into = found_[i / kParts * kChunk + j], &from = of_part[i][j];
+    for (size_t j = 0; j < part_results[i].size(); ++j) {
+      BestClasses &into = found_[i / kParts * kChunk + j], &from = part_results[i][j];
       into.threshold = std::max(into.threshold, from.threshold);
       into.cells += from.cells;
       into.candidates.insert(into.candidates.end(), from.candidates.begin(), from.candidates.end());
@@ -270,8 +270,8 @@ void CellReader::read_in_parts(int64_t chunks) {
 
 // Reads all cells of some blocks that the bounds do not exclude, cell by cell, so that queries
 // share the loads of a cell.
-void CellReader::read_left(int64_t chunk, int64_t first_block, int64_t last_block,
-                           BestClasses* found, ScanScratch& scratch) {
+void CellReader::read_remaining(int64_t chunk, int64_t first_block, int64_t last_block,
+                                BestClasses* found, ScanScratch& scratch) {
   std::array<std::vector<int64_t>, kScanLanes> wanted;
   for (int64_t block = first_block; block < last_block; ++block) {
     for (int64_t j = 0; j < chunk_size(chunk); ++j) {
@@ -279,7 +279,7 @@ void CellReader::read_left(int64_t chunk, int64_t first_block, int64_t last_bloc
       if (!queries_[q].searched) {
         continue;
       }
-      for (uint32_t bits = left(q, block, found[j].threshold); bits != 0; bits &= bits - 1) {
+      for (uint32_t bits = remaining(q, block, found[j].threshold); bits != 0; bits &= bits - 1) {
         wanted[std::countr_zero(bits)].push_back(q);
       }
     }
@@ -312,11 +312,11 @@ void CellReader::scan_cell(int64_t cell, const int64_t* query, int64_t n, BestCl
                code_norm = bounds(kCodeNorm, block)[lane];
   Cell of_cell{n, query, code_error, {}, {}, {}, {}};
   for (int64_t i = 0; i < n; ++i) {
-    const CodedQuery& of = queries_[query[i]];
+    const CodedQuery& cell_queries = queries_[query[i]];
     of_cell.best[i] = indexed ? found + query[i] : found;
     of_cell.product[i] = products(query[i], block)[lane];
-    of_cell.error[i] = of.length * code_error + of.lost * code_norm;
-    of_cell.unit[i] = of.scale * scale;
+    of_cell.error[i] = cell_queries.length * code_error + cell_queries.residual * code_norm;
+    of_cell.unit[i] = cell_queries.scale * scale;
     read_[query[i] * index_.blocks + block] |= uint16_t(1) << lane;
     ++of_cell.best[i]->cells;
   }
@@ -331,15 +331,15 @@ void CellReader::scan_groups(const Cell& cell, int64_t first, int64_t last, Scan
   std::array<int64_t, kScanQueries> which;
   int64_t scanned = 0, groups = 0;
   for (int64_t i = 0; i < cell.count; ++i) {
-    const CodedQuery& of = queries_[cell.query[i]];
+    const CodedQuery& cell_queries = queries_[cell.query[i]];
     const double above_product = cell.best[i]->threshold - cell.product[i];
     // Groups are sorted by falling radius. Counts those that may hold one of the best.
-    const float least = float((above_product / of.length - cell.code_error) * (1 - 1e-6));
+    const float least = float((above_product / cell_queries.length - cell.code_error) * (1 - 1e-6));
     const int64_t some = std::partition_point(radius_ + first, radius_ + last,
                                               [&](float radius) { return !(radius < least); }) -
         (radius_ + first);
     const double threshold =
-        std::floor((above_product - cell.error[i]) / cell.unit[i]) + double(of.offset);
+        std::floor((above_product - cell.error[i]) / cell.unit[i]) + double(cell_queries.offset);
     if (some == 0 || threshold > double(std::numeric_limits<int32_t>::max())) {
       continue;
     }
@@ -348,7 +348,7 @@ void CellReader::scan_groups(const Cell& cell, int64_t first, int64_t last, Scan
         ? int32_t(threshold)
         : std::numeric_limits<int32_t>::min();
     which[scanned] = i;
-    scans[scanned] = {codes_of_.data() + cell.query[i] * index_.quads * 4, bound,
+    scans[scanned] = {query_codes_.data() + cell.query[i] * index_.quads * 4, bound,
                       scratch.slot[scanned].data(), scratch.product[scanned].data(), 0};
     ++scanned;
   }

@@ -32,7 +32,7 @@ struct CodedQuery {
   int exponent = 0;
   double length = 0; // |z|
   double scale = 1; // z is approximately scale x code
-  double lost = 0; // |z - scale x code|
+  double residual = 0; // |z - scale x code|
   int64_t offset = 0; // contribution of the 128 in the codes of rows to a product
 };
 
@@ -74,7 +74,7 @@ class CellReader {
   /// Scores the candidates in float64 and keeps the best k.
   virtual void rescore(int64_t q, BestClasses& found, ScanScratch& scratch) const = 0;
   /// Returns a mask of the cells of a block that may hold one of the best and were not read.
-  uint32_t left(int64_t q, int64_t block, double threshold) const;
+  uint32_t remaining(int64_t q, int64_t block, double threshold) const;
 
   const SearchIndexView& index_;
   const int64_t k_;
@@ -96,11 +96,11 @@ class CellReader {
 
   void prepare(int64_t q, ScanScratch& scratch, float* row);
   void read_first(int64_t q, ScanScratch& scratch);
-  void read_likely(int64_t q, ScanScratch& scratch);
+  void read_promising(int64_t q, ScanScratch& scratch);
   void read_chunks(int64_t chunks);
   void read_in_parts(int64_t chunks);
-  void read_left(int64_t chunk, int64_t first_block, int64_t last_block, BestClasses* found,
-                 ScanScratch& scratch);
+  void read_remaining(int64_t chunk, int64_t first_block, int64_t last_block, BestClasses* found,
+                      ScanScratch& scratch);
   void scan_cell(int64_t cell, const int64_t* query, int64_t n, BestClasses* found,
                  ScanScratch& scratch, bool indexed = false);
   void scan_groups(const Cell& cell, int64_t first, int64_t last, ScanScratch& scratch);
@@ -110,7 +110,7 @@ class CellReader {
   const int64_t *start_, *order_;
   const float* radius_;
   const uint8_t* codes_;
-  std::vector<int8_t> codes_of_;
+  std::vector<int8_t> query_codes_;
   std::vector<float> products_;
   std::vector<uint16_t> read_; // masks of the cells of each block that were read
 };

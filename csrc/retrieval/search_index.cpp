@@ -27,7 +27,7 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kOp = "search_index";
-constexpr int64_t kMostCells = 1 << 20, kMostWidth = 1 << 15;
+constexpr int64_t kMaxCells = 1 << 20, kMaxWidth = 1 << 15;
 constexpr int64_t kRowsPerTask = 4096;
 constexpr double kLargest = 0x1p100; // bound of a coordinate, so that float32 bounds are finite
 
@@ -35,7 +35,7 @@ void check_search_index(const Tensor& weight, const OptionalTensor& bias, const 
                         int64_t num_cells) {
   check::dim(kOp, "weight", weight, 2);
   check::floating(kOp, "weight", weight);
-  if (given(bias)) {
+  if (is_defined(bias)) {
     check::dim(kOp, "bias", *bias, 1);
     check::size(kOp, "bias", *bias, 0, weight.sym_size(0), "weight's rows");
     check::same_dtype(kOp, "bias", *bias, "weight", weight);
@@ -45,11 +45,11 @@ void check_search_index(const Tensor& weight, const OptionalTensor& bias, const 
   check::size(kOp, "cell", cell, 0, weight.sym_size(0), "weight's rows");
   check::dtype(kOp, "cell", cell, at::kInt);
   check::same_device(kOp, "cell", cell, "weight", weight);
-  TORCH_CHECK_VALUE(num_cells >= 1 && num_cells <= kMostCells, kOp, ": expected num_cells in [1, ",
-                    kMostCells, "], got ", num_cells);
-  TORCH_CHECK_VALUE(weight.sym_size(1) + given(bias) <= kMostWidth, kOp,
-                    ": expected rows of at most ", kMostWidth,
-                    " coordinates, the bias included, got ", weight.sym_size(1) + given(bias));
+  TORCH_CHECK_VALUE(num_cells >= 1 && num_cells <= kMaxCells, kOp, ": expected num_cells in [1, ",
+                    kMaxCells, "], got ", num_cells);
+  TORCH_CHECK_VALUE(weight.sym_size(1) + is_defined(bias) <= kMaxWidth, kOp,
+                    ": expected rows of at most ", kMaxWidth,
+                    " coordinates, the bias included, got ", weight.sym_size(1) + is_defined(bias));
   TORCH_CHECK_VALUE(weight.sym_size(0) <= int64_t(1) << 34, kOp,
                     ": expected at most 2^34 classes, got ", weight.sym_size(0));
 }
@@ -58,7 +58,7 @@ std::vector<Tensor> search_index_meta(const Tensor& weight, const OptionalTensor
                                       const Tensor& cell, int64_t num_cells) {
   check_search_index(weight, bias, cell, num_cells);
   const c10::SymInt groups = (weight.sym_size(0) + (kScanLanes - 1) * num_cells) / kScanLanes,
-                    width = weight.sym_size(1) + given(bias);
+                    width = weight.sym_size(1) + is_defined(bias);
   const int64_t blocks = (num_cells + kScanLanes - 1) / kScanLanes;
   const auto real = weight.options().dtype(at::kFloat), integer = weight.options().dtype(at::kLong);
   return {
@@ -103,9 +103,10 @@ class IndexBuilder {
  public:
   IndexBuilder(const Tensor& weight, const OptionalTensor& bias, const Tensor& cell,
                int64_t num_cells)
-      : weight_(weight.contiguous()), bias_(given(bias) ? bias->contiguous() : Tensor()),
+      : weight_(weight.contiguous()), bias_(is_defined(bias) ? bias->contiguous() : Tensor()),
         cells_(num_cells), index_(search_index_meta(weight, bias, cell, num_cells)),
-        classes_(weight.size(0)), width_(weight.size(1) + given(bias)), quads_((width_ + 3) / 4) {
+        classes_(weight.size(0)), width_(weight.size(1) + is_defined(bias)),
+        quads_((width_ + 3) / 4) {
     for (Tensor& tensor : index_) {
       advise_huge_pages(tensor);
     }
@@ -120,12 +121,13 @@ class IndexBuilder {
  private:
   // Assigns groups to cells, and lists the classes of each cell by rising id.
   void place(const Tensor& cell) {
-    const int32_t* of_class = cell.const_data_ptr<int32_t>();
+    const int32_t* class_cell = cell.const_data_ptr<int32_t>();
     std::vector<int64_t> size(cells_, 0);
     for (int64_t i = 0; i < classes_; ++i) {
-      TORCH_CHECK_INDEX(of_class[i] >= 0 && of_class[i] < cells_, kOp, ": expected cells in [0, ",
-                        cells_, "), got ", of_class[i], " at position ", i);
-      ++size[of_class[i]];
+      TORCH_CHECK_INDEX(class_cell[i] >= 0 && class_cell[i] < cells_, kOp,
+                        ": expected cells in [0, ", cells_, "), got ", class_cell[i],
+                        " at position ", i);
+      ++size[class_cell[i]];
     }
     int64_t* start = data<int64_t>(index_[2]);
     start[0] = 0;
@@ -137,7 +139,7 @@ class IndexBuilder {
     members_.resize(classes_);
     std::vector<int64_t> next(first_.begin(), first_.end() - 1);
     for (int64_t i = 0; i < classes_; ++i) {
-      members_[next[of_class[i]]++] = i;
+      members_[next[class_cell[i]]++] = i;
     }
   }
 
@@ -188,8 +190,8 @@ class IndexBuilder {
       bias_squares += row[width_ - 1] * row[width_ - 1];
     }
     const double variance = bias_squares / count - (bias_sum / count) * (bias_sum / count),
-                 of_rows = squares / (count * std::max<int64_t>(1, width_ - 1));
-    const double ratio = std::sqrt(variance / of_rows);
+                 row_variance = squares / (count * std::max<int64_t>(1, width_ - 1));
+    const double ratio = std::sqrt(variance / row_variance);
     return ratio > 0x1p-40 && ratio < 0x1p40 ? std::exp2(std::round(std::log2(ratio))) : 1;
   }
 
@@ -213,12 +215,12 @@ class IndexBuilder {
         centre[d] += row[d] / double(size);
       }
     }
-    float* of_cell =
+    float* cell_centre =
         data<float>(index_[4]) + (c / kScanLanes) * width_ * kScanLanes + c % kScanLanes;
     double centre_square = 0;
     for (int64_t d = 0; d < width_; ++d) {
-      of_cell[d * kScanLanes] = float(centre[d]);
-      centre[d] = of_cell[d * kScanLanes];
+      cell_centre[d * kScanLanes] = float(centre[d]);
+      centre[d] = cell_centre[d * kScanLanes];
       centre_square += centre[d] * centre[d];
     }
     const auto remainder = [&](int64_t id) {
@@ -259,10 +261,10 @@ class IndexBuilder {
       uint8_t* code = codes + (j / kScanLanes) * quads_ * 4 * kScanLanes + (j % kScanLanes) * 4;
       for (int64_t d = 0; d < width_; ++d) {
         const double nearest = std::clamp(std::nearbyint(row[d] / scale), -127.0, 127.0),
-                     coded = nearest * scale;
+                     decoded = nearest * scale;
         code[(d / 4) * 4 * kScanLanes + d % 4] = uint8_t(int(nearest) + 128);
-        error_square += (row[d] - coded) * (row[d] - coded);
-        norm_square += coded * coded;
+        error_square += (row[d] - decoded) * (row[d] - decoded);
+        norm_square += decoded * decoded;
       }
       error = std::max(error, error_square);
       norm = std::max(norm, norm_square);
@@ -297,7 +299,7 @@ std::vector<Tensor> search_index_elsewhere(const Tensor& weight, const OptionalT
   check_search_index(weight, bias, cell, num_cells);
   static const auto op = find_op<decltype(search_index_cpu)>("xsoftmax::search_index");
   std::vector<Tensor> index = op.call(
-      weight.cpu(), given(bias) ? OptionalTensor(bias->cpu()) : bias, cell.cpu(), num_cells);
+      weight.cpu(), is_defined(bias) ? OptionalTensor(bias->cpu()) : bias, cell.cpu(), num_cells);
   for (Tensor& tensor : index) {
     tensor = tensor.to(weight.device());
   }
@@ -324,7 +326,7 @@ SearchIndexView::SearchIndexView(const char* op, at::TensorList index, const Ten
   tensor("index[4]", centre, 3, at::kFloat);
   tensor("index[5]", bounds, 2, at::kFloat);
   tensor("index[6]", beta, 0, at::kFloat);
-  width = weight.size(1) + given(bias), quads = (width + 3) / 4;
+  width = weight.size(1) + is_defined(bias), quads = (width + 3) / 4;
   cells = start.size(0) - 1, blocks = (cells + kScanLanes - 1) / kScanLanes,
   groups = radius.size(0);
   TORCH_CHECK_VALUE(cells >= 1, op, ": expected index[2] of at least 2 numbers, got ",

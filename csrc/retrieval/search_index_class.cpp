@@ -26,8 +26,8 @@ Tensor rows_of(const Tensor& input, const Tensor& weight) {
   return input.detach().reshape({-1, weight.size(1)});
 }
 
-std::tuple<Tensor, Tensor> without(const Tensor& scores, const Tensor& ids, const Tensor& exclude,
-                                   int64_t classes, int64_t k) {
+std::tuple<Tensor, Tensor> remove_excluded(const Tensor& scores, const Tensor& ids,
+                                           const Tensor& exclude, int64_t classes, int64_t k) {
   using ExcludeTopk = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                  c10::SymInt, c10::SymInt);
   static const auto op = find_op<ExcludeTopk>("xsoftmax::exclude_topk");
@@ -99,8 +99,9 @@ SearchResult SearchIndex::search(const Tensor& input, int64_t k, const SearchLim
   const auto [scores, ids, read, certified] =
       search_topk(queries, weight_, optional(bias_), tensors_, wanted,
                   cells.has_value() ? "max_cells=" + std::to_string(*cells) : std::string());
-  const auto [best, best_ids] =
-      exclude.defined() ? without(scores, ids, exclude, classes, k) : std::tuple(scores, ids);
+  const auto [best, best_ids] = exclude.defined()
+      ? remove_excluded(scores, ids, exclude, classes, k)
+      : std::tuple(scores, ids);
   std::vector<int64_t> shape = batch.vec();
   shape.push_back(k);
   return {best.reshape(shape), best_ids.reshape(shape), read.reshape(batch),

@@ -15,7 +15,7 @@ namespace xsoftmax::cuda {
 
 constexpr int kPerThread = 4; ///< maximum number of candidates that a thread adds at once
 
-/// Returns the capacity of a list: room for all candidates that remain after catch_up(), and for
+/// Returns the capacity of a list: room for all candidates that remain after rescore(), and for
 /// all that a block adds at once.
 inline int64_t list_capacity(int64_t k) { return 2 * k + kThreads * kPerThread; }
 
@@ -37,10 +37,10 @@ enum QueryState : int32_t { kSearched, kZero, kUndefined };
 /// A query. It is searched as z 2^exponent, whose largest coordinate is in [1, 2), so that bounds
 /// neither overflow nor underflow.
 struct SearchQuery {
-  double length, lost; ///< |z|; |z - scale x code|
+  double length, residual; ///< |z|; |z - scale x code|
   double scale;
   /// Error bounds of products with rounded rows (search_products.cuh).
-  float factor, lost_error, norm_error, least_error;
+  float factor, residual_error, norm_error, least_error;
   int32_t exponent, state;
 };
 
@@ -86,11 +86,11 @@ struct Candidate {
   double score;
   float error; ///< error bound of the score; -1: it was computed in float64
   int64_t id;
-  bool there; ///< false: not a candidate
+  bool is_candidate; ///< false: not a candidate
 
   __device__ double slack() const { return error < 0 ? 0.0 : double(error); }
   __device__ bool reaches(double threshold) const {
-    return there && !(score + slack() < threshold);
+    return is_candidate && !(score + slack() < threshold);
   }
 };
 
@@ -118,7 +118,7 @@ class SearchList {
     }
     __syncthreads();
   }
-  /// Returns candidate i; for i >= count one that is not there.
+  /// Returns candidate i; for i >= count one that is not a candidate.
   __device__ Candidate operator[](int64_t i) const {
     return i < count ? Candidate{score_[i], error_[i], id_[i], true} : Candidate{0, 0, 0, false};
   }
@@ -128,13 +128,13 @@ class SearchList {
   __device__ void add(const Candidate (&mine)[N], const Scorer& scorer) {
     static_assert(N <= kPerThread);
     for (int attempt = 0;; ++attempt) {
-      int64_t some = 0, all;
+      int64_t accepted = 0, total_accepted;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        some += mine[n].reaches(threshold) ? 1 : 0;
+        accepted += mine[n].reaches(threshold) ? 1 : 0;
       }
-      int64_t place = count + block_inclusive_sum(some, &all, storage_) - some;
-      if (count + all <= capacity_) {
+      int64_t place = count + block_inclusive_sum(accepted, &total_accepted, storage_) - accepted;
+      if (count + total_accepted <= capacity_) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
           if (mine[n].reaches(threshold)) {
@@ -143,11 +143,11 @@ class SearchList {
             id_[place++] = mine[n].id;
           }
         }
-        count += all;
+        count += total_accepted;
         __syncthreads();
         return;
       }
-      attempt == 0 ? tighten() : catch_up(scorer);
+      attempt == 0 ? tighten() : rescore(scorer);
     }
   }
 
@@ -188,7 +188,7 @@ class SearchList {
 
   /// Scores all candidates in float64 and keeps the best k, best first.
   template <typename Scorer>
-  __device__ void catch_up(const Scorer& scorer) {
+  __device__ void rescore(const Scorer& scorer) {
     tighten();
     for (int64_t i = threadIdx.x / kWarp; i < count; i += blockDim.x / kWarp) {
       if (!(error_[i] < 0)) {

@@ -15,7 +15,7 @@
 // and factor = 2^-f. Then the difference between the score z.w + b and factor ẑ.ŵ + b is at most
 //
 //   factor (|z'| |w - ŵ| + |z' - ẑ| |ŵ| + (D + 16) 2^-22 |ẑ| |ŵ|) + 2^-22 |b| + least_error
-//   = lost_error |w - ŵ| + norm_error |ŵ| + ...
+//   = residual_error |w - ŵ| + norm_error |ŵ| + ...
 //
 // for a product ẑ.ŵ that is summed in float32, in any order and with truncating additions.
 
@@ -31,8 +31,8 @@ struct RowBlock {
   const T* rows;       // all rows of the table
   const T* bias;       // nullptr: none
   Rounded<T>* rounded; // [size, features]; nullptr: the table has 16-bit rows
-  float *lost, *norm; // [size]: |w - ŵ|, |ŵ|
-  float* largest;     // [2], the maxima of lost and norm; zeroed by the caller
+  float *residual, *norm; // [size]: |w - ŵ|, |ŵ|
+  float* largest;     // [2], the maxima of residual and norm; zeroed by the caller
   int64_t begin, size, features;
 };
 
@@ -42,24 +42,24 @@ template <typename T>
 __global__ void round_rows_kernel(RowBlock<T> block) {
   for (int64_t j = global_thread() / kWarp; j < block.size; j += grid_threads() / kWarp) {
     const T* row = block.rows + (block.begin + j) * block.features;
-    double lost = 0, norm = 0;
+    double residual = 0, norm = 0;
     for (int64_t d = lane(); d < block.features; d += kWarp) {
       const double w = double(row[d]);
-      const Rounded<T> near = Rounded<T>(float(w));
-      lost += (w - double(near)) * (w - double(near));
-      norm += double(near) * double(near);
+      const Rounded<T> rounded_value = Rounded<T>(float(w));
+      residual += (w - double(rounded_value)) * (w - double(rounded_value));
+      norm += double(rounded_value) * double(rounded_value);
       if (block.rounded != nullptr) {
-        block.rounded[j * block.features + d] = near;
+        block.rounded[j * block.features + d] = rounded_value;
       }
     }
-    const float all_lost = float(sqrt(warp_sum(lost)) * (1 + 1e-6)),
-                all_norm = float(sqrt(warp_sum(norm)) * (1 + 1e-6));
+    const float residual_norm = float(sqrt(warp_sum(residual)) * (1 + 1e-6)),
+                rounded_norm = float(sqrt(warp_sum(norm)) * (1 + 1e-6));
     if (lane() == 0) {
-      block.lost[j] = all_lost;
-      block.norm[j] = all_norm;
+      block.residual[j] = residual_norm;
+      block.norm[j] = rounded_norm;
       // Neither is negative, so their bits are ordered like integers.
-      atomicMax(reinterpret_cast<int*>(block.largest), __float_as_int(all_lost));
-      atomicMax(reinterpret_cast<int*>(block.largest) + 1, __float_as_int(all_norm));
+      atomicMax(reinterpret_cast<int*>(block.largest), __float_as_int(residual_norm));
+      atomicMax(reinterpret_cast<int*>(block.largest) + 1, __float_as_int(rounded_norm));
     }
   }
 }
@@ -71,14 +71,14 @@ __device__ inline Candidate scored(const RowBlock<T>& block, const SearchQuery& 
   const float bias = block.bias == nullptr ? 0.0f : float(block.bias[block.begin + j]) * bias_scale;
   const float score = product * query.factor + bias,
               fixed = fabsf(bias) * 0x1p-22f + query.least_error;
-  Candidate one{score,
-                query.lost_error * block.largest[0] + query.norm_error * block.largest[1] + fixed,
-                block.begin + j, true};
+  Candidate one{
+      score, query.residual_error * block.largest[0] + query.norm_error * block.largest[1] + fixed,
+      block.begin + j, true};
   if (score + one.error < threshold) { // by the maxima of the block; false for NaN
-    one.there = false;
+    one.is_candidate = false;
     return one;
   }
-  one.error = query.lost_error * block.lost[j] + query.norm_error * block.norm[j] + fixed;
+  one.error = query.residual_error * block.residual[j] + query.norm_error * block.norm[j] + fixed;
   return one;
 }
 
@@ -105,13 +105,13 @@ __global__ void fold_products_kernel(RowBlock<T> block, const float* products,
       const int64_t j = base + int64_t(threadIdx.x) * N;
       const float threshold = below(list.threshold);
       Candidate mine[N];
-      bool some = false;
+      bool any_accepted = false;
       if (j < block.size) {
         const auto pack = load_pack<N>(row + j);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           mine[i] = scored(block, query, bias_scale, pack.values[i], j + i, threshold);
-          some |= mine[i].reaches(list.threshold);
+          any_accepted |= mine[i].reaches(list.threshold);
         }
       } else {
 #pragma unroll
@@ -119,7 +119,7 @@ __global__ void fold_products_kernel(RowBlock<T> block, const float* products,
           mine[i] = {0, 0, 0, false};
         }
       }
-      if (__syncthreads_or(some) != 0) {
+      if (__syncthreads_or(any_accepted) != 0) {
         list.add(mine, scorer);
       }
     }

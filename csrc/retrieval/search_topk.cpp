@@ -38,8 +38,8 @@ using at::Tensor;
 constexpr const char* kOp = "search_topk";
 constexpr int64_t kReferenceBlock = 8192; // classes scored at a time by the composite
 
-Found search_topk_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       at::TensorList index, c10::SymInt k, c10::string_view options) {
+TopkResult search_topk_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            at::TensorList index, c10::SymInt k, c10::string_view options) {
   check_search_topk(input, weight, bias, k, {options.data(), options.size()});
   for (const Tensor& tensor : index) {
     check::same_device(kOp, "index", tensor, "weight", weight);
@@ -52,14 +52,16 @@ Found search_topk_meta(const Tensor& input, const Tensor& weight, const Optional
           at::empty_symint({queries}, as.dtype(at::kBool))};
 }
 
-Found search_topk_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                           at::TensorList index, c10::SymInt k, c10::string_view options) {
+TopkResult search_topk_autograd(const Tensor& input, const Tensor& weight,
+                                const OptionalTensor& bias, at::TensorList index, c10::SymInt k,
+                                c10::string_view options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   return search_topk(input, weight, bias, index, std::move(k), options);
 }
 
-Found search_topk_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                           at::TensorList index, c10::SymInt k, c10::string_view options) {
+TopkResult search_topk_autocast(const Tensor& input, const Tensor& weight,
+                                const OptionalTensor& bias, at::TensorList index, c10::SymInt k,
+                                c10::string_view options) {
   // The query is cast, because the index was built from the table in its dtype.
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   return search_topk(input.to(weight.scalar_type()), weight, bias, index, std::move(k), options);
@@ -111,8 +113,8 @@ Tensor search_budget_meta(const Tensor& input, const Tensor& weight, const Optio
 
 } // namespace
 
-Found search_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                  at::TensorList index, c10::SymInt k, std::string_view options) {
+TopkResult search_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                       at::TensorList index, c10::SymInt k, std::string_view options) {
   static const auto op = find_op<decltype(search_topk_reference)>("xsoftmax::search_topk");
   return op.call(input, weight, bias, index, std::move(k), options);
 }
@@ -136,8 +138,9 @@ SearchOptions check_search_topk(const Tensor& input, const Tensor& weight,
   return options;
 }
 
-Found search_topk_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            at::TensorList index, c10::SymInt k, c10::string_view options) {
+TopkResult search_topk_reference(const Tensor& input, const Tensor& weight,
+                                 const OptionalTensor& bias, at::TensorList index, c10::SymInt k,
+                                 c10::string_view options) {
   check_search_topk(input, weight, bias, k, {options.data(), options.size()});
   const int64_t cells = SearchIndexView(kOp, index, weight, bias).cells, queries = input.size(0),
                 classes = weight.size(0), count = k.expect_int();
@@ -147,7 +150,7 @@ Found search_topk_reference(const Tensor& input, const Tensor& weight, const Opt
   for (int64_t begin = 0; begin < classes; begin += kReferenceBlock) {
     const int64_t size = std::min(kReferenceBlock, classes - begin);
     Tensor scores = at::mm(query, weight.narrow(0, begin, size).to(at::kDouble).t());
-    if (given(bias)) {
+    if (is_defined(bias)) {
       scores = scores + bias->narrow(0, begin, size).to(at::kDouble);
     }
     // The best so far come before the block and are sorted, so a stable sort leaves the lower id of

@@ -50,13 +50,13 @@ struct SearchOptions {
   }
 };
 
-using Found = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using TopkResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 SearchOptions check_search_topk(const at::Tensor& input, const at::Tensor& weight,
                                 const OptionalTensor& bias, const c10::SymInt& k,
                                 std::string_view options);
-Found search_topk_reference(const at::Tensor& input, const at::Tensor& weight,
-                            const OptionalTensor& bias, at::TensorList index, c10::SymInt k,
-                            c10::string_view options);
+TopkResult search_topk_reference(const at::Tensor& input, const at::Tensor& weight,
+                                 const OptionalTensor& bias, at::TensorList index, c10::SymInt k,
+                                 c10::string_view options);
 
 } // namespace xsoftmax

@@ -120,7 +120,7 @@ class Search : public CellReader {
       ids[i] = found.scored[i].id;
     }
     for (int64_t block = 0; block < index_.blocks && *certified && !exact_; ++block) {
-      *certified = left(q, block, found.threshold) == 0;
+      *certified = remaining(q, block, found.threshold) == 0;
     }
   }
 
@@ -128,15 +128,15 @@ class Search : public CellReader {
   const int64_t classes_, features_;
 };
 
-Found search_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                      at::TensorList index, c10::SymInt k, c10::string_view text) {
+TopkResult search_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                           at::TensorList index, c10::SymInt k, c10::string_view text) {
   const SearchOptions options =
       check_search_topk(input, weight, bias, k, {text.data(), text.size()});
   if (use_reference()) {
     return search_topk_reference(input, weight, bias, index, k, text);
   }
-  const SearchIndexView of(kOp, index, weight, bias);
-  of.check_starts(kOp);
+  const SearchIndexView view(kOp, index, weight, bias);
+  view.check_starts(kOp);
   const int64_t queries = input.size(0), count = k.expect_int();
   const Tensor scores =
       at::empty({queries, count}, input.options().dtype(opmath_dtype(input.scalar_type())));
@@ -147,10 +147,10 @@ Found search_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalT
     return {scores, ids, cells, certified};
   }
   const Tensor queries_in = input.contiguous(), rows = weight.contiguous(),
-               biases = given(bias) ? bias->contiguous() : Tensor();
+               biases = is_defined(bias) ? bias->contiguous() : Tensor();
   dispatch_floating(input.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    Search<T>(queries_in, rows, biases, of, count, options)
+    Search<T>(queries_in, rows, biases, view, count, options)
         .run(queries, data<opmath<T>>(scores), ids.mutable_data_ptr<int64_t>(),
              cells.mutable_data_ptr<int64_t>(), certified.mutable_data_ptr<bool>());
   });

@@ -30,7 +30,7 @@ using at::Tensor;
 constexpr const char* kOp = "candidate_scores";
 
 Tensor ids_or_empty(const OptionalTensor& ids, const Tensor& input, bool is_private) {
-  if (given(ids)) {
+  if (is_defined(ids)) {
     return *ids;
   }
   const auto options = input.options().dtype(at::kLong);
@@ -41,8 +41,8 @@ Tensor candidate_scores_meta(const Tensor& input, const Tensor& weight, const Op
                              const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
                              std::optional<bool>) {
   check_candidate_scores(input, weight, bias, private_ids, shared_ids);
-  const c10::SymInt width = (given(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0)) +
-      (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
+  const c10::SymInt width = (is_defined(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0)) +
+      (is_defined(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
   return at::empty_symint({input.sym_size(0), width},
                           input.options().dtype(opmath_dtype(input.scalar_type())));
 }
@@ -67,7 +67,7 @@ class CandidateScores : public torch::autograd::Function<CandidateScores> {
     ctx->save_for_backward(
         {input, weight, private_ids.value_or(Tensor()), shared_ids.value_or(Tensor())});
     ctx->saved_data["sparse_grad"] = sparse_grad;
-    ctx->saved_data["has_bias"] = given(bias);
+    ctx->saved_data["has_bias"] = is_defined(bias);
     return candidate_scores(input, weight, bias, private_ids, shared_ids, sparse_grad);
   }
 
@@ -92,7 +92,7 @@ Tensor candidate_scores_autograd(const Tensor& input, const Tensor& weight,
                                  const OptionalTensor& bias, const OptionalTensor& private_ids,
                                  const OptionalTensor& shared_ids,
                                  std::optional<bool> sparse_grad) {
-  check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}});
+  check::strided_tensors(kOp, {{"input", &input}, {"weight", &weight}});
   register_row_tables(sparse_grad, weight, bias);
   return CandidateScores::apply(input, weight, bias, private_ids, shared_ids, sparse_grad);
 }
@@ -103,7 +103,8 @@ Tensor candidate_scores_autocast(const Tensor& input, const Tensor& weight,
                                  const OptionalTensor& shared_ids,
                                  std::optional<bool> sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
+  const OptionalTensor same =
+      is_defined(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return candidate_scores(input.to(weight.scalar_type()), weight, same, private_ids, shared_ids,
                           sparse_grad);
 }
@@ -128,27 +129,27 @@ RowGradients candidate_scores_backward(const Tensor& grad, const Tensor& input,
   return op.call(grad, input, weight, private_ids, shared_ids, output_mask, scale, dense);
 }
 
-Tensor of_queries(const Tensor& scale, const c10::SymInt& queries) {
+Tensor expand_to_queries(const Tensor& scale, const c10::SymInt& queries) {
   return scale.dim() == 0 ? scale.expand_symint({queries}) : scale;
 }
 
 c10::SymInt candidate_rows(const OptionalTensor& private_ids, const OptionalTensor& shared_ids) {
-  return (given(private_ids) ? private_ids->sym_numel() : c10::SymInt(0)) +
-      (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
+  return (is_defined(private_ids) ? private_ids->sym_numel() : c10::SymInt(0)) +
+      (is_defined(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
 }
 
 void check_candidate_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                             const OptionalTensor& private_ids, const OptionalTensor& shared_ids) {
   check::linear(kOp, input, weight, bias);
-  TORCH_CHECK_VALUE(given(private_ids) || given(shared_ids), kOp,
+  TORCH_CHECK_VALUE(is_defined(private_ids) || is_defined(shared_ids), kOp,
                     ": expected private_ids, shared_ids or both, got neither");
-  if (given(private_ids)) {
+  if (is_defined(private_ids)) {
     check::dim(kOp, "private_ids", *private_ids, 2);
     check::int64(kOp, "private_ids", *private_ids);
     check::same_device(kOp, "private_ids", *private_ids, "input", input);
     check::size(kOp, "private_ids", *private_ids, 0, input.sym_size(0), "the rows of input");
   }
-  if (given(shared_ids)) {
+  if (is_defined(shared_ids)) {
     check::dim(kOp, "shared_ids", *shared_ids, 1);
     check::int64(kOp, "shared_ids", *shared_ids);
     check::same_device(kOp, "shared_ids", *shared_ids, "input", input);
@@ -164,12 +165,12 @@ void check_candidate_scores_backward(const Tensor& grad, const Tensor& input, co
   check::dim(op, "grad", grad, 2);
   check::size(op, "grad", grad, 0, input.sym_size(0), "the rows of input");
   check::size(op, "grad", grad, 1,
-              (given(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0)) +
-                  (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0)),
+              (is_defined(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0)) +
+                  (is_defined(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0)),
               "the candidates of a query");
   check::dtype(op, "grad", grad, opmath_dtype(input.scalar_type()));
   check::same_device(op, "grad", grad, "input", input);
-  if (given(scale)) {
+  if (is_defined(scale)) {
     if (scale->dim() != 0) {
       check::dim(op, "scale", *scale, 1);
       check::size(op, "scale", *scale, 0, grad.sym_size(0), "the rows of grad");
@@ -192,7 +193,7 @@ Tensor candidate_scores_reference(const Tensor& input, const Tensor& weight,
                                .view({pair_ids.size(0), pair_ids.size(1), weight.size(1)});
   Tensor pair_scores = at::bmm(pair_rows, query.unsqueeze(2)).squeeze(2);
   Tensor all_scores = at::mm(query, weight.index_select(0, all).to(dtype).t());
-  if (given(bias)) {
+  if (is_defined(bias)) {
     pair_scores =
         pair_scores + bias->index_select(0, pair_ids.flatten()).to(dtype).view_as(pair_ids);
     all_scores = all_scores + bias->index_select(0, all).to(dtype);
@@ -209,8 +210,8 @@ RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tenso
   check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
   Tensor query = input.to(grad.scalar_type());
   Tensor scores_grad = grad;
-  if (given(scale)) { // masked, because 0 * inf is NaN and ignored queries may hold anything
-    const Tensor factor = of_queries(*scale, grad.sym_size(0)).unsqueeze(1);
+  if (is_defined(scale)) { // masked, because 0 * inf is NaN and ignored queries may hold anything
+    const Tensor factor = expand_to_queries(*scale, grad.sym_size(0)).unsqueeze(1);
     query = query.masked_fill(factor.eq(0), 0);
     scores_grad = (grad * factor).masked_fill(grad.eq(0).logical_or(factor.eq(0)), 0);
   }
@@ -277,7 +278,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 
 XSOFTMAX_AUTOCAST(m) {
   m.impl("candidate_scores", candidate_scores_autocast);
-  below_autocast(m, {"candidate_scores_backward"});
+  disable_autocast(m, {"candidate_scores_backward"});
 }
 
 } // namespace xsoftmax

@@ -37,7 +37,7 @@ RowGradients candidate_scores_backward(const at::Tensor& grad, const at::Tensor&
                                        bool dense = false);
 
 /// Returns a scale, [] or [Q], expanded to [Q].
-at::Tensor of_queries(const at::Tensor& scale, const c10::SymInt& queries);
+at::Tensor expand_to_queries(const at::Tensor& scale, const c10::SymInt& queries);
 
 /// Returns Q P + S, the number of rows of the row-sparse gradient.
 c10::SymInt candidate_rows(const std::optional<at::Tensor>& private_ids,

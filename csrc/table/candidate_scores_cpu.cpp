@@ -32,8 +32,8 @@ Ids checked_ids(const char* op, const Tensor& input, const Tensor& weight,
   const auto options = input.options().dtype(at::kLong);
   Ids ids;
   ids.pair_ids =
-      given(private_ids) ? private_ids->contiguous() : at::empty({input.size(0), 0}, options);
-  ids.shared = given(shared_ids) ? shared_ids->contiguous() : at::empty({0}, options);
+      is_defined(private_ids) ? private_ids->contiguous() : at::empty({input.size(0), 0}, options);
+  ids.shared = is_defined(shared_ids) ? shared_ids->contiguous() : at::empty({0}, options);
   check::class_ids(op, "private_ids", ids.pair_ids, weight.size(0));
   check::class_ids(op, "shared_ids", ids.shared, weight.size(0));
   ids.pairs = {ids.pair_ids.const_data_ptr<int64_t>(), nullptr, ids.pair_ids.size(1),
@@ -86,13 +86,13 @@ Tensor candidate_scores_cpu(const Tensor& input, const Tensor& weight, const Opt
   }
   if (shared > 0) {
     const Tensor out = strided_view(scores, {scores.size(0), shared}, {scores.size(1), 1}, width);
-    const bool low = multiplies_bfloat16(weight);
+    const bool low = uses_bfloat16_operands(weight);
     const Tensor rows = gather_rows_cpu(weight, ids.shared, low);
-    if (given(bias)) {
+    if (is_defined(bias)) {
       out.copy_(bias->index_select(0, ids.shared));
     }
     multiply(out, low ? query : query.to(dtype), transposed(rows),
-             {.add = given(bias), .bfloat16 = low});
+             {.add = is_defined(bias), .bfloat16 = low});
   }
   return scores;
 }
@@ -108,19 +108,19 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
     return candidate_scores_backward_reference(grad, input, weight, private_ids, shared_ids,
                                                output_mask, scale, dense);
   }
-  if (given(scale) && scale->dim() == 0) { // masked, because 0 * inf is NaN
+  if (is_defined(scale) && scale->dim() == 0) { // masked, because 0 * inf is NaN
     const Tensor scaled = (grad * *scale).masked_fill(grad.eq(0).logical_or(scale->eq(0)), 0);
     return candidate_scores_backward_cpu(
         scaled, input, weight, private_ids, shared_ids, output_mask,
-        of_queries(scale->ne(0).to(grad.scalar_type()), grad.size(0)), dense);
+        expand_to_queries(scale->ne(0).to(grad.scalar_type()), grad.size(0)), dense);
   }
   const auto [want_input, want_weight, want_bias] = output_mask;
   const Tensor scores_grad = grad.contiguous(), query = input.contiguous();
-  const Tensor factor = given(scale) ? scale->contiguous() : Tensor();
+  const Tensor factor = is_defined(scale) ? scale->contiguous() : Tensor();
   const int64_t stride = grad.size(1);
   const Tensor shared_grad = strided_view(scores_grad, {scores_grad.size(0), ids.shared.size(0)},
                                           {stride, 1}, ids.pairs.width);
-  const bool low = multiplies_bfloat16(weight);
+  const bool low = uses_bfloat16_operands(weight);
 
   Tensor grad_input = want_input ? at::empty({input.size(0), input.size(1)}, scores_grad.options())
                                  : at::empty({0, input.size(1)}, input.options());
@@ -137,8 +137,9 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
   // The scale multiplies the smaller operand of each product.
   Tensor shared_values, shared_bias;
   if (want_weight && ids.shared.size(0) > 0) {
-    const bool as_it_is = query.scalar_type() == grad.scalar_type() || (low && !factor.defined());
-    const Tensor wide = as_it_is ? query : query.to(grad.scalar_type());
+    const bool keeps_dtype =
+        query.scalar_type() == grad.scalar_type() || (low && !factor.defined());
+    const Tensor wide = keeps_dtype ? query : query.to(grad.scalar_type());
     shared_values = recycled_empty({ids.shared.size(0), input.size(1)}, scores_grad.options());
     multiply(shared_values, transposed(shared_grad),
              factor.defined() ? scaled_queries(wide, factor) : wide, {.bfloat16 = low});

@@ -23,18 +23,19 @@ struct Ids {
 Ids contiguous_ids(const Tensor& input, int64_t num_classes, const OptionalTensor& private_ids,
                    const OptionalTensor& shared_ids) {
   const auto options = input.options().dtype(at::kLong);
-  return {{given(private_ids) ? private_ids->contiguous() : at::empty({input.size(0), 0}, options),
-           Tensor(), input.size(0), num_classes},
-          given(shared_ids) ? shared_ids->contiguous() : at::empty({0}, options)};
+  return {
+      {is_defined(private_ids) ? private_ids->contiguous() : at::empty({input.size(0), 0}, options),
+       Tensor(), input.size(0), num_classes},
+      is_defined(shared_ids) ? shared_ids->contiguous() : at::empty({0}, options)};
 }
 
 // Computes out = coefficients (float32 or float64) @ table, or out += that.
 void weighted_sum_out(const Tensor& out, const Tensor& coefficients, const Tensor& table,
                       bool add) {
-  product_out_cuda(
-      out,
-      multiplies_rounded(table.scalar_type()) ? coefficients.to(table.scalar_type()) : coefficients,
-      table, add);
+  product_out_cuda(out,
+                   rounds_coefficients(table.scalar_type()) ? coefficients.to(table.scalar_type())
+                                                            : coefficients,
+                   table, add);
 }
 
 Tensor candidate_scores_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -57,7 +58,7 @@ Tensor candidate_scores_cuda(const Tensor& input, const Tensor& weight, const Op
   if (shared > 0) {
     Tensor out = scores.narrow(1, width, shared);
     product_out_cuda(out, query, table.index_select(0, ids.shared).t());
-    if (given(bias)) {
+    if (is_defined(bias)) {
       out.add_(bias->index_select(0, ids.shared));
     }
   }
@@ -78,9 +79,9 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
   const Ids ids = contiguous_ids(input, weight.size(0), private_ids, shared_ids);
   const auto [want_input, want_weight, want_bias] = output_mask;
   // A single factor multiplies the results, which are smaller than the gradients of the scores.
-  const bool one_factor = given(scale) && scale->dim() == 0;
+  const bool one_factor = is_defined(scale) && scale->dim() == 0;
   const Tensor scores_grad = with_unit_column_stride(grad),
-               factor = given(scale) ? scale->contiguous() : Tensor();
+               factor = is_defined(scale) ? scale->contiguous() : Tensor();
   const Tensor query = input.contiguous(), table = with_unit_column_stride(weight);
   const int64_t stride = scores_grad.stride(0);
   const Tensor shared_grad = scores_grad.narrow(1, ids.pairs.ids.size(1), ids.shared.size(0));

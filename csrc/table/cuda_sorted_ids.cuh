@@ -56,16 +56,15 @@ struct SortedIds {
   at::Tensor sorted, order; ///< [count]; int32 if ids and positions fit, else int64
 
 #ifdef __CUDACC__
-  SortedIds(const at::Tensor& given_first, int64_t last,
-            const at::Tensor& given_second = at::Tensor()) {
-    const at::Tensor first = given_first.contiguous(),
-                     second =
-                         given_second.defined() ? given_second.contiguous() : first.new_empty({0});
+  SortedIds(const at::Tensor& first_ids, int64_t last,
+            const at::Tensor& second_ids = at::Tensor()) {
+    const at::Tensor first = first_ids.contiguous(),
+                     second = second_ids.defined() ? second_ids.contiguous() : first.new_empty({0});
     const int64_t count = first.numel() + second.numel();
     // A radix sort makes one pass over all keys and values per byte of a key.
-    constexpr int64_t kMostNarrow = std::numeric_limits<int32_t>::max();
-    last <= kMostNarrow&& count <= kMostNarrow ? sort<int32_t>(first, second, last)
-                                               : sort<int64_t>(first, second, last);
+    constexpr int64_t kMaxNarrow = std::numeric_limits<int32_t>::max();
+    last <= kMaxNarrow&& count <= kMaxNarrow ? sort<int32_t>(first, second, last)
+                                             : sort<int64_t>(first, second, last);
   }
 
   int64_t count() const { return sorted.numel(); }
@@ -86,13 +85,13 @@ struct SortedIds {
     if (count == 0) {
       return;
     }
-    Id* const taken = memory.mutable_data_ptr<Id>();
+    Id* const copied = memory.mutable_data_ptr<Id>();
     take_ids_kernel<<<grid_size(count, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        taken, taken + count, first.const_data_ptr<int64_t>(), first.numel(),
+        copied, copied + count, first.const_data_ptr<int64_t>(), first.numel(),
         second.const_data_ptr<int64_t>(), count, last);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     at::cuda::cub::radix_sort_pairs(
-        taken, taken + 2 * count, taken + count, taken + 3 * count, count, /*descending=*/false,
+        copied, copied + 2 * count, copied + count, copied + 3 * count, count, /*descending=*/false,
         /*begin_bit=*/0,
         /*end_bit=*/std::max<int64_t>(1, std::bit_width(uint64_t(last))));
   }

@@ -128,8 +128,8 @@ struct RowGradient {
     std::vector<opmath<T>> coefficient, wide_sum(values && !kInPlace ? width : 0);
     std::vector<int64_t> query;
     // Rows with a single pair, if they are streamed.
-    std::vector<opmath<T>> lone_coefficient;
-    std::vector<int64_t> lone_row, lone_query;
+    std::vector<opmath<T>> single_coefficient;
+    std::vector<int64_t> single_row, single_query;
     for (int64_t g = first; g < last; ++g) {
       const auto members = groups[g];
       const int64_t row = row_of(groups, g);
@@ -138,9 +138,9 @@ struct RowGradient {
           members[0] < total ? pair(members[0]) : std::pair<int64_t, opmath<T>>(0, 0);
       // Not with a coefficient of 0: 0 * inf is NaN, and ignored queries may hold anything.
       if (values && streamed && members.size() == 1 && c != 0) {
-        lone_row.push_back(row);
-        lone_query.push_back(q);
-        lone_coefficient.push_back(c);
+        single_row.push_back(row);
+        single_query.push_back(q);
+        single_coefficient.push_back(c);
         if (bias) {
           kernels.round_row(bias + row, &c, 1);
         }
@@ -186,8 +186,8 @@ struct RowGradient {
       }
     }
     if constexpr (kInPlace) {
-      kernels.stream_rows(values, lone_row.data(), input, lone_query.data(),
-                          lone_coefficient.data(), int64_t(lone_row.size()), width);
+      kernels.stream_rows(values, single_row.data(), input, single_query.data(),
+                          single_coefficient.data(), int64_t(single_row.size()), width);
     }
   }
 };
@@ -239,7 +239,7 @@ void pair_scores_cpu(const at::Tensor& out, int64_t out_stride, const at::Tensor
                      const PairLayout& pairs) {
   prefetch_rows(weight, c10::IntArrayRef(pairs.ids, size_t(pairs.total())));
   const at::Tensor table = with_unit_column_stride(weight);
-  const at::Tensor bias_row = given(bias) ? bias->contiguous() : at::Tensor();
+  const at::Tensor bias_row = is_defined(bias) ? bias->contiguous() : at::Tensor();
   dispatch_floating(input.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     at::parallel_for(

@@ -44,16 +44,17 @@ __global__ void pair_input_grad_kernel(at::opmath_type<T>* grad_input,
     const int64_t begin = pairs.begin(query), end = pairs.end(query);
     CUDA_KERNEL_ASSERT(0 <= begin && begin <= end && end <= pairs.total);
     const opmath* coefficient = grad + pairs.address(query, begin, grad_stride);
-    for (int64_t of_warp = (threadIdx.x - lane()) * N; of_warp < width;
-         of_warp += int64_t(blockDim.x) * N) {
-      const int64_t d = of_warp + lane() * N;
+    for (int64_t warp_begin = (threadIdx.x - lane()) * N; warp_begin < width;
+         warp_begin += int64_t(blockDim.x) * N) {
+      const int64_t d = warp_begin + lane() * N;
       const bool mine = d < width;
       opmath sum[N] = {};
 #pragma unroll 1
       for (int64_t base = begin; base < end; base += kWarp) {
         const int members = end - base < kWarp ? int(end - base) : kWarp;
-        const opmath of_pair = lane() < members ? coefficient[base - begin + lane()] : opmath(0);
-        const int64_t id = of_pair != opmath(0) ? pairs.id(base + lane()) : 0;
+        const opmath pair_coefficient =
+            lane() < members ? coefficient[base - begin + lane()] : opmath(0);
+        const int64_t id = pair_coefficient != opmath(0) ? pairs.id(base + lane()) : 0;
 #pragma unroll 1
         // Lanes past the members have a coefficient of 0, and kWarp is a multiple of kAhead.
         for (int m = 0; m < members; m += kAhead) {
@@ -61,7 +62,7 @@ __global__ void pair_input_grad_kernel(at::opmath_type<T>* grad_input,
           opmath c[kAhead];
 #pragma unroll
           for (int k = 0; k < kAhead; ++k) {
-            c[k] = __shfl_sync(kAllLanes, of_pair, m + k);
+            c[k] = __shfl_sync(kAllLanes, pair_coefficient, m + k);
             const int64_t row = __shfl_sync(kAllLanes, id, m + k);
             // As on the CPU, rows with a coefficient of 0 are not read.
             if (mine && c[k] != opmath(0)) {
@@ -94,7 +95,7 @@ void pair_scores_cuda(const at::Tensor& out, int64_t out_stride, const at::Tenso
   if (pairs.total() == 0) {
     return;
   }
-  const at::Tensor bias_row = given(bias) ? bias->contiguous() : at::Tensor();
+  const at::Tensor bias_row = is_defined(bias) ? bias->contiguous() : at::Tensor();
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, input.scalar_type(), "pair_scores_cuda", [&] {
         using opmath = at::opmath_type<scalar_t>;

@@ -45,7 +45,7 @@ void product_out_cuda(at::Tensor out, const at::Tensor& a, const at::Tensor& b, 
 /// with it, as torch's linear layers do, so that the product runs on tensor cores. bfloat16 only:
 /// it has the range of float32, so a coefficient loses no more than the result does. float16 could
 /// flush small coefficients to zero.
-inline bool multiplies_rounded(at::ScalarType dtype) { return dtype == at::kBFloat16; }
+inline bool rounds_coefficients(at::ScalarType dtype) { return dtype == at::kBFloat16; }
 
 /// Returns the row-sparse gradient over R = pairs + shared ids: (rows [R], values [R, D], bias
 /// values [R]) in the dtype of `input`.

@@ -67,7 +67,7 @@ class RaggedScores : public torch::autograd::Function<RaggedScores> {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({input, weight, ids, offsets});
     ctx->saved_data["sparse_grad"] = sparse_grad;
-    ctx->saved_data["has_bias"] = given(bias);
+    ctx->saved_data["has_bias"] = is_defined(bias);
     return ragged_scores(input, weight, bias, ids, offsets, sparse_grad);
   }
 
@@ -86,7 +86,7 @@ class RaggedScores : public torch::autograd::Function<RaggedScores> {
 Tensor ragged_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                               const Tensor& ids, const Tensor& offsets,
                               std::optional<bool> sparse_grad) {
-  check::given_tensors(
+  check::strided_tensors(
       kOp, {{"input", &input}, {"weight", &weight}, {"ids", &ids}, {"offsets", &offsets}});
   register_row_tables(sparse_grad, weight, bias);
   return RaggedScores::apply(input, weight, bias, ids, offsets, sparse_grad);
@@ -96,7 +96,8 @@ Tensor ragged_scores_autocast(const Tensor& input, const Tensor& weight, const O
                               const Tensor& ids, const Tensor& offsets,
                               std::optional<bool> sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
+  const OptionalTensor same =
+      is_defined(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return ragged_scores(input.to(weight.scalar_type()), weight, same, ids, offsets, sparse_grad);
 }
 
@@ -137,7 +138,7 @@ Tensor ragged_scores_reference(const Tensor& input, const Tensor& weight,
   const auto dtype = opmath_dtype(input.scalar_type());
   const Tensor query = input.index_select(0, query_of_ids(ids, offsets)).to(dtype);
   const Tensor scores = (query * weight.index_select(0, ids).to(dtype)).sum(1);
-  return given(bias) ? scores + bias->index_select(0, ids).to(dtype) : scores;
+  return is_defined(bias) ? scores + bias->index_select(0, ids).to(dtype) : scores;
 }
 
 RowGradients ragged_scores_backward_reference(const Tensor& grad, const Tensor& input,
@@ -196,7 +197,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 
 XSOFTMAX_AUTOCAST(m) {
   m.impl("ragged_scores", ragged_scores_autocast);
-  below_autocast(m, {"ragged_scores_backward"});
+  disable_autocast(m, {"ragged_scores_backward"});
 }
 
 } // namespace xsoftmax

@@ -25,13 +25,13 @@ RowGradients row_gradients_meta(const at::Tensor& input, const c10::SymInt& rows
                                 std::array<bool, 3> wanted,
                                 const std::optional<c10::SymInt>& table_rows) {
   const auto [want_input, want_weight, want_bias] = wanted;
-  const c10::SymInt none(0), values = table_rows.value_or(rows);
-  return {
-      at::empty_symint({want_input ? input.sym_size(0) : none, input.sym_size(1)}, input.options()),
-      at::empty_symint({(want_weight || want_bias) && !table_rows ? rows : none},
-                       input.options().dtype(at::kLong)),
-      at::empty_symint({want_weight ? values : none, input.sym_size(1)}, input.options()),
-      at::empty_symint({want_bias ? values : none}, input.options())};
+  const c10::SymInt no_pair(0), values = table_rows.value_or(rows);
+  return {at::empty_symint({want_input ? input.sym_size(0) : no_pair, input.sym_size(1)},
+                           input.options()),
+          at::empty_symint({(want_weight || want_bias) && !table_rows ? rows : no_pair},
+                           input.options().dtype(at::kLong)),
+          at::empty_symint({want_weight ? values : no_pair, input.sym_size(1)}, input.options()),
+          at::empty_symint({want_bias ? values : no_pair}, input.options())};
 }
 
 bool is_row_sparse(std::optional<bool> sparse_grad, const c10::SymInt& rows,

@@ -27,12 +27,12 @@ struct Runs {
   SortedIdsView ids;   // sorted ids, and the position of each
   const int64_t* slot; // the gradient row of each place's run; nullptr: the run's first place
   int64_t count;
-  int64_t none; // the id that marks "no pair", above all others
+  int64_t no_pair; // the id that marks "no pair", above all others
 
   __device__ bool joins(int64_t place) const {
     return place > 0 && place < count && ids[place] == ids[place - 1];
   }
-  __device__ bool begins(int64_t place) const { return ids[place] != none && !joins(place); }
+  __device__ bool begins(int64_t place) const { return ids[place] != no_pair && !joins(place); }
   __device__ int64_t row(int64_t place) const { return slot == nullptr ? place : slot[place]; }
 };
 
@@ -73,7 +73,7 @@ struct RowGradient {
   __device__ static opmath times(opmath gradient, opmath factor) {
     return gradient == opmath(0) || factor == opmath(0) ? opmath(0) : gradient * factor;
   }
-  __device__ opmath of_shared(opmath gradient) const {
+  __device__ opmath scale_shared(opmath gradient) const {
     return scale == nullptr || scale_stride != 0 ? gradient : times(gradient, *scale);
   }
 };
@@ -87,27 +87,27 @@ __global__ void row_gradient_kernel(const __grid_constant__ RowGradient<T> g) {
   constexpr int kAhead = 4;
   const int64_t d = (int64_t(blockIdx.y) * kWarp + lane()) * N,
                 chunks = (g.runs.count + kWarp - 1) / kWarp;
-  const bool mine = d < g.width, of_bias = g.bias != nullptr && blockIdx.y == 0 && lane() == 0;
+  const bool mine = d < g.width, is_bias = g.bias != nullptr && blockIdx.y == 0 && lane() == 0;
   for (int64_t chunk = global_thread() / kWarp; chunk < chunks; chunk += grid_threads() / kWarp) {
     const int64_t begin = chunk * kWarp, at = begin + lane();
-    const bool there = at < g.runs.count && g.runs.ids[at] != g.runs.none;
+    const bool in_range = at < g.runs.count && g.runs.ids[at] != g.runs.no_pair;
     if (g.rows != nullptr && blockIdx.y == 0 && at < g.runs.count) {
       g.rows[at] = g.runs.ids[at];
     }
-    const int members = __popc(__ballot_sync(kAllLanes, there)); // the first lanes
-    const Term<opmath> term = there ? g.term(g.runs.ids.order[at]) : Term<opmath>{0, opmath(0)};
-    const int64_t row_of_run = there ? g.runs.row(at) : 0;
-    const unsigned firsts = __ballot_sync(kAllLanes, there && g.runs.begins(at));
-    const bool goes_on = members == kWarp && g.runs.joins(begin + kWarp);
+    const int members = __popc(__ballot_sync(kAllLanes, in_range)); // the first lanes
+    const Term<opmath> term = in_range ? g.term(g.runs.ids.order[at]) : Term<opmath>{0, opmath(0)};
+    const int64_t run_row = in_range ? g.runs.row(at) : 0;
+    const unsigned firsts = __ballot_sync(kAllLanes, in_range && g.runs.begins(at));
+    const bool continues_in_next = members == kWarp && g.runs.joins(begin + kWarp);
     int head = -1; // lane where the current run begins; -1: before this chunk
     opmath sum[N] = {}, bias_sum = 0;
     const auto finish = [&](bool cut) { // cut: the run continues in the next chunk
       if (head >= 0 && !cut) {
-        const int64_t row = __shfl_sync(kAllLanes, row_of_run, head);
+        const int64_t row = __shfl_sync(kAllLanes, run_row, head);
         if (mine) {
           store_pack(g.values + row * g.width + d, sum);
         }
-        if (of_bias) {
+        if (is_bias) {
           g.bias[row] = T(bias_sum);
         }
         return;
@@ -117,7 +117,7 @@ __global__ void row_gradient_kernel(const __grid_constant__ RowGradient<T> g) {
       for (int i = 0; mine && i < N; ++i) {
         g.part_values[part * g.width + d + i] = sum[i];
       }
-      if (of_bias) {
+      if (is_bias) {
         g.part_bias[part] = bias_sum;
       }
     };
@@ -155,19 +155,19 @@ __global__ void row_gradient_kernel(const __grid_constant__ RowGradient<T> g) {
           if (mine) {
             store_pack(g.values + (begin + m) * g.width + d, zero);
           }
-          if (of_bias) {
+          if (is_bias) {
             g.bias[begin + m] = T(0);
           }
         }
         const bool shared = row[k] >= g.pairs.queries;
-        if (of_bias) {
+        if (is_bias) {
           bias_sum +=
-              shared ? g.of_shared(g.shared_bias[row[k] - g.pairs.queries]) : coefficient[k];
+              shared ? g.scale_shared(g.shared_bias[row[k] - g.pairs.queries]) : coefficient[k];
         }
         if (mine && shared) {
 #pragma unroll
           for (int i = 0; i < N; ++i) {
-            sum[i] += g.of_shared(g.shared_values[(row[k] - g.pairs.queries) * g.width + d + i]);
+            sum[i] += g.scale_shared(g.shared_values[(row[k] - g.pairs.queries) * g.width + d + i]);
           }
         } else if (mine && coefficient[k] != opmath(0)) {
 #pragma unroll
@@ -178,7 +178,7 @@ __global__ void row_gradient_kernel(const __grid_constant__ RowGradient<T> g) {
       }
     }
     if (members > 0) {
-      finish(goes_on);
+      finish(continues_in_next);
     }
   }
 }
@@ -189,7 +189,8 @@ __device__ inline bool starts_long_run(const Runs& runs, int64_t chunk, int64_t 
     return false;
   }
   const int64_t begin = chunk * kWarp, last = begin + kWarp - 1, id = runs.ids[last];
-  return id != runs.none && runs.ids[last + 1] == id && (begin == 0 || runs.ids[begin - 1] != id);
+  return id != runs.no_pair && runs.ids[last + 1] == id &&
+      (begin == 0 || runs.ids[begin - 1] != id);
 }
 
 // One block handles 32 chunks. For each long run that begins in one of them, it adds the partial
@@ -204,7 +205,7 @@ __global__ void join_chunks_kernel(const __grid_constant__ RowGradient<T> g) {
   const int64_t chunks = (g.runs.count + kWarp - 1) / kWarp,
                 d = int64_t(blockIdx.y) * kWarp + lane();
   const int warp = int(threadIdx.x) / kWarp;
-  const bool of_values = d < g.width, of_bias = g.bias != nullptr && d == g.width;
+  const bool is_value = d < g.width, is_bias = g.bias != nullptr && d == g.width;
   for (int64_t base = int64_t(blockIdx.x) * kWarp; base < chunks;
        base += int64_t(gridDim.x) * kWarp) {
     // The same in all warps.
@@ -224,25 +225,25 @@ __global__ void join_chunks_kernel(const __grid_constant__ RowGradient<T> g) {
 #pragma unroll 4
       for (int64_t c = first; c < end; ++c) {
         const int64_t part = 2 * c + (c == chunk ? 1 : 0);
-        sum += of_values ? g.part_values[part * g.width + d]
-            : of_bias    ? g.part_bias[part]
-                         : opmath(0);
+        sum += is_value ? g.part_values[part * g.width + d]
+            : is_bias   ? g.part_bias[part]
+                        : opmath(0);
       }
       __syncthreads(); // the previous sums may still be in use
       sums[warp][lane()] = sum;
       __syncthreads();
       if (warp == 0) {
-        opmath whole = 0;
+        opmath total = 0;
         for (int w = 0; w < kWarps; ++w) {
-          whole += sums[w][lane()];
+          total += sums[w][lane()];
         }
         const unsigned same = __ballot_sync(kAllLanes, ids[begin + lane()] == id);
         const int64_t row = g.runs.row(begin + __ffs(int(same)) - 1);
-        if (of_values) {
-          g.values[row * g.width + d] = T(whole);
+        if (is_value) {
+          g.values[row * g.width + d] = T(total);
         }
-        if (of_bias) {
-          g.bias[row] = T(whole);
+        if (is_bias) {
+          g.bias[row] = T(total);
         }
       }
     }

@@ -172,10 +172,10 @@ constexpr int64_t kRowsPassed = 32;
 template <typename T>
 void add_rows(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index,
               const opmath<T>* coefficient, int64_t n, int64_t width) {
-  int64_t asked = 0;
+  int64_t prefetched = 0;
   for (int64_t j = 0; j < n; j += kRowsPassed) {
-    for (; asked < n && asked < j + 2 * kRowsPassed; ++asked) {
-      prefetch_row(table + index[asked] * stride, width);
+    for (; prefetched < n && prefetched < j + 2 * kRowsPassed; ++prefetched) {
+      prefetch_row(table + index[prefetched] * stride, width);
     }
     accumulate<false>(sum, table, stride, index + j, coefficient + j,
                       n - j < kRowsPassed ? n - j : kRowsPassed, width);

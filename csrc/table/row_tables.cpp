@@ -71,7 +71,7 @@ void register_row_tables(std::optional<bool> sparse_grad, const Tensor& weight,
   if (!sparse_grad.value_or(true) || !at::GradMode::is_enabled()) {
     return;
   }
-  for (const Tensor* table : {&weight, given(bias) ? &*bias : nullptr}) {
+  for (const Tensor* table : {&weight, is_defined(bias) ? &*bias : nullptr}) {
     if (table != nullptr && table->requires_grad() && table->is_leaf() && check::is_plain(*table)) {
       tables().add(*table);
     }

@@ -51,32 +51,33 @@ struct Pending {
   uint32_t version = 0; // autograd version of the queries when the terms were stored
 };
 
-struct Waiting {
+struct TermRegistry {
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   std::mutex mutex;
-  WeakMap<Weak, Pending> of_tables; // tables whose optimizers accept terms
+  WeakMap<Weak, Pending> pending_by_table; // tables whose optimizers accept terms
 };
 
-Waiting& waiting() {
-  static auto* const all = new Waiting(); // never freed: tensors may outlive static destructors
+TermRegistry& term_registry() {
+  static auto* const all =
+      new TermRegistry(); // never freed: tensors may outlive static destructors
   return *all;
 }
 
 uint32_t version_of(const Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
 
 void accept_row_terms(const Tensor& table) {
-  Waiting& all = waiting();
+  TermRegistry& all = term_registry();
   const std::lock_guard lock(all.mutex);
-  if (all.of_tables.find(table.unsafeGetTensorImpl()) == nullptr) {
-    all.of_tables.insert_or_assign(table.unsafeGetTensorImpl(),
-                                   Waiting::Weak(table.getIntrusivePtr()), {});
+  if (all.pending_by_table.find(table.unsafeGetTensorImpl()) == nullptr) {
+    all.pending_by_table.insert_or_assign(table.unsafeGetTensorImpl(),
+                                          TermRegistry::Weak(table.getIntrusivePtr()), {});
   }
 }
 
 std::optional<RowTerms> pending_of(const Tensor& table) {
-  Waiting& all = waiting();
+  TermRegistry& all = term_registry();
   const std::lock_guard lock(all.mutex);
-  const Pending* const pending = all.of_tables.find(table.unsafeGetTensorImpl());
+  const Pending* const pending = all.pending_by_table.find(table.unsafeGetTensorImpl());
   if (pending == nullptr || !pending->terms.has_value()) {
     return std::nullopt;
   }
@@ -123,7 +124,7 @@ void check_row_terms(const Tensor& grad, const Tensor& ids, const OptionalTensor
   check::size(kOp, "ids", ids, 1, grad.sym_size(1), "the columns of grad");
   TORCH_CHECK_VALUE(num_classes >= 1, kOp, ": expected num_classes of at least 1, got ",
                     num_classes);
-  if (given(scale)) {
+  if (is_defined(scale)) {
     if (scale->dim() != 0) {
       check::dim(kOp, "scale", *scale, 1);
       check::size(kOp, "scale", *scale, 0, grad.sym_size(0), "the rows of grad");
@@ -140,8 +141,8 @@ Terms row_terms_composite(const Tensor& grad, const Tensor& ids, const OptionalT
     check::class_ids(kOp, "ids", ids, num_classes);
   }
   Tensor scaled = grad;
-  if (given(scale)) {
-    const Tensor factor = of_queries(*scale, grad.sym_size(0)).unsqueeze(1);
+  if (is_defined(scale)) {
+    const Tensor factor = expand_to_queries(*scale, grad.sym_size(0)).unsqueeze(1);
     scaled = (grad * factor).masked_fill(grad.eq(0).logical_or(factor.eq(0)), 0);
   }
   const auto [rows, order] = ids.flatten().sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
@@ -150,9 +151,9 @@ Terms row_terms_composite(const Tensor& grad, const Tensor& ids, const OptionalT
 }
 
 void drop_row_terms(const Tensor& table) {
-  Waiting& all = waiting();
+  TermRegistry& all = term_registry();
   const std::lock_guard lock(all.mutex);
-  if (Pending* const pending = all.of_tables.find(table.unsafeGetTensorImpl())) {
+  if (Pending* const pending = all.pending_by_table.find(table.unsafeGetTensorImpl())) {
     pending->terms.reset();
   }
 }
@@ -182,9 +183,9 @@ bool can_store_row_terms(const Tensor& table) {
     return false;
   }
   {
-    Waiting& all = waiting();
+    TermRegistry& all = term_registry();
     const std::lock_guard lock(all.mutex);
-    if (all.of_tables.find(table.unsafeGetTensorImpl()) == nullptr) {
+    if (all.pending_by_table.find(table.unsafeGetTensorImpl()) == nullptr) {
       return false;
     }
   }
@@ -204,9 +205,9 @@ bool can_store_row_terms(const Tensor& table) {
 }
 
 void store_row_terms(const Tensor& table, const RowTerms& terms) {
-  Waiting& all = waiting();
+  TermRegistry& all = term_registry();
   const std::lock_guard lock(all.mutex);
-  Pending* const pending = all.of_tables.find(table.unsafeGetTensorImpl());
+  Pending* const pending = all.pending_by_table.find(table.unsafeGetTensorImpl());
   TORCH_CHECK(pending != nullptr, kOp, ": expected a table whose optimizer takes terms");
   *pending = {RowTerms{terms.rows, terms.sources, terms.coefficients, terms.input.detach()},
               version_of(terms.input)};

@@ -41,18 +41,18 @@ __global__ void row_terms_kernel(int64_t* rows, int32_t* sources, A* coefficient
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> row_terms_cuda(const Tensor& given_grad, const Tensor& ids,
+std::tuple<Tensor, Tensor, Tensor> row_terms_cuda(const Tensor& grad_argument, const Tensor& ids,
                                                   const OptionalTensor& scale,
                                                   int64_t num_classes) {
-  check_row_terms(given_grad, ids, scale, num_classes);
-  const c10::cuda::CUDAGuard guard(given_grad.device());
-  const auto dtype = given_grad.scalar_type();
+  check_row_terms(grad_argument, ids, scale, num_classes);
+  const c10::cuda::CUDAGuard guard(grad_argument.device());
+  const auto dtype = grad_argument.scalar_type();
   if (use_reference()) {
-    return row_terms_composite(given_grad, ids, scale, num_classes);
+    return row_terms_composite(grad_argument, ids, scale, num_classes);
   }
   const int64_t count = ids.numel();
-  const Tensor grad = with_unit_column_stride(given_grad),
-               factor = given(scale) ? scale->contiguous() : Tensor();
+  const Tensor grad = with_unit_column_stride(grad_argument),
+               factor = is_defined(scale) ? scale->contiguous() : Tensor();
   const SortedIds sorted(ids, num_classes - 1);
   const Tensor rows = at::empty({count}, ids.options()),
                sources = at::empty({count}, ids.options().dtype(at::kInt));

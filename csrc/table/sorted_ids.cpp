@@ -14,7 +14,7 @@ struct Note {
 
 struct Notes {
   std::mutex mutex;
-  WeakMap<c10::weak_intrusive_ptr<c10::StorageImpl>, Note> of_memory;
+  WeakMap<c10::weak_intrusive_ptr<c10::StorageImpl>, Note> notes_by_storage;
 };
 
 Notes& notes() {
@@ -28,14 +28,15 @@ void note_sorted_ids(const at::Tensor& ids, int64_t limit) {
   Notes& all = notes();
   const std::lock_guard lock(all.mutex);
   const c10::Storage& storage = ids.storage();
-  all.of_memory.insert_or_assign(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl(),
-                                 {ids.const_data_ptr(), ids.numel(), limit});
+  all.notes_by_storage.insert_or_assign(storage.unsafeGetStorageImpl(),
+                                        storage.getWeakStorageImpl(),
+                                        {ids.const_data_ptr(), ids.numel(), limit});
 }
 
 bool are_sorted_ids(const at::Tensor& ids, int64_t limit) {
   Notes& all = notes();
   const std::lock_guard lock(all.mutex);
-  const Note* const note = all.of_memory.find(ids.storage().unsafeGetStorageImpl());
+  const Note* const note = all.notes_by_storage.find(ids.storage().unsafeGetStorageImpl());
   return note != nullptr && ids.is_contiguous() && ids.const_data_ptr() == note->first &&
       ids.numel() == note->count && note->limit <= limit;
 }

@@ -27,11 +27,11 @@ struct NamedTransform {
     }
     if (transform == ScoreTransform::LogHinge) {
       const T gap = z > T(1) ? T(0) : T(1) - z; // NaN stays
-      T raised = gap;
+      T power_of_gap = gap;
       for (int i = 1; i < power; ++i) {
-        raised *= gap;
+        power_of_gap *= gap;
       }
-      return -raised;
+      return -power_of_gap;
     }
     return z;
   }

@@ -55,7 +55,8 @@ BeamSearchResult beam_search_autocast(const Tensor& input, const Tensor& weight,
                                       const Tensor& node_class, c10::SymInt width,
                                       std::string_view transform) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
+  const OptionalTensor same =
+      is_defined(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return beam_search(input.to(weight.scalar_type()), weight, same, first_child, node_class, width,
                      transform);
 }

@@ -118,15 +118,15 @@ class Search {
           next_.push_back({node.score + transform_(dense_scores[child - 1]), child});
         } else {
           edges_.push_back(child - 1);
-          above_.push_back(node.score);
+          parent_score_.push_back(node.score);
         }
       }
     }
     table_.score(scores_, input, edges_);
     for (size_t i = 0; i < edges_.size(); ++i) {
-      next_.push_back({above_[i] + transform_(scores_[i]), edges_[i] + 1});
+      next_.push_back({parent_score_[i] + transform_(scores_[i]), edges_[i] + 1});
     }
-    above_.clear();
+    parent_score_.clear();
     std::swap(beam_, next_);
     return any;
   }
@@ -137,7 +137,7 @@ class Search {
   const NamedTransform transform_;
   std::vector<Node<A>> beam_, next_;
   std::vector<int64_t> edges_;
-  std::vector<A> above_, scores_;
+  std::vector<A> parent_score_, scores_;
 };
 
 BeamSearchResult beam_search_cpu(const Tensor& input, const Tensor& weight,
@@ -154,7 +154,7 @@ BeamSearchResult beam_search_cpu(const Tensor& input, const Tensor& weight,
   const Tensor x = input.contiguous(), table = with_unit_column_stride(weight),
                offsets = first_child.contiguous();
   const Tensor classes_of = node_class.contiguous(),
-               bias_row = given(bias) ? bias->contiguous() : Tensor();
+               bias_row = is_defined(bias) ? bias->contiguous() : Tensor();
   const Tree tree{offsets.const_data_ptr<int64_t>(), node_class.size(0)};
   const int64_t dense = tree.dense_edges(beam, queries);
   const Tensor top = table.narrow(0, 0, dense).to(dtype),

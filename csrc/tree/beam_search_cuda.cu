@@ -57,13 +57,13 @@ struct Beam {
         capacity(capacity) {}
 
   // Returns, in every thread, how many of the first `count` next nodes have a key for which
-  // `holds`.
-  template <typename Holds>
-  __device__ int64_t count_next(int64_t count, const Holds& holds) const {
+  // `predicate`.
+  template <typename Predicate>
+  __device__ int64_t count_next(int64_t count, const Predicate& predicate) const {
     int64_t found = 0;
     for (int64_t base = 0; base < count; base += blockDim.x) {
       const int64_t i = base + threadIdx.x;
-      found += __syncthreads_count(i < count && holds(rank_key(next_score[i])));
+      found += __syncthreads_count(i < count && predicate(rank_key(next_score[i])));
     }
     return found;
   }
@@ -88,14 +88,14 @@ struct Beam {
     int64_t kept = 0, equal = 0;
     for (int64_t base = 0; base < count; base += blockDim.x) {
       const int64_t i = base + threadIdx.x;
-      const bool there = i < count;
-      const A mine = there ? next_score[i] : A(0);
-      const int64_t id = there ? next_node[i] : 0;
+      const bool in_range = i < count;
+      const A mine = in_range ? next_score[i] : A(0);
+      const int64_t id = in_range ? next_node[i] : 0;
       const Key key = rank_key(mine);
       int64_t more_equal, more_kept;
       const int64_t tie =
-          equal + block_inclusive_sum(int64_t(there && key == least), &more_equal, storage);
-      const bool keep = there && (key > least || (key == least && tie <= ties));
+          equal + block_inclusive_sum(int64_t(in_range && key == least), &more_equal, storage);
+      const bool keep = in_range && (key > least || (key == least && tie <= ties));
       const int64_t place = kept + block_inclusive_sum(int64_t(keep), &more_kept, storage) - 1;
       if (keep) { // safe: the sums are barriers, so all threads have read their nodes
         next_score[place] = mine;
@@ -135,18 +135,20 @@ __global__ void beam_search_kernel(at::opmath_type<T>* scores, int64_t* classes,
       int64_t leaves = 0, children = 0;
       for (int64_t base = 0; base < count; base += blockDim.x) {
         const int64_t i = base + threadIdx.x;
-        const bool there = i < count;
-        const int64_t node = there ? beam.node[i] : 0;
-        const ChildRange range = there ? children_of(first_child, node, nodes) : ChildRange{0, 0};
-        const int64_t own = range.end - range.begin;
+        const bool in_range = i < count;
+        const int64_t node = in_range ? beam.node[i] : 0;
+        const ChildRange range =
+            in_range ? children_of(first_child, node, nodes) : ChildRange{0, 0};
+        const int64_t num_children = range.end - range.begin;
         int64_t more_children, more_leaves;
-        const int64_t behind = children + block_inclusive_sum(own, &more_children, storage);
-        const int64_t place =
-            leaves + block_inclusive_sum(int64_t(there && own == 0), &more_leaves, storage) - 1;
-        if (there) {
-          beam.offset[i] = behind - own;
+        const int64_t children_end =
+            children + block_inclusive_sum(num_children, &more_children, storage);
+        const int64_t place = leaves +
+            block_inclusive_sum(int64_t(in_range && num_children == 0), &more_leaves, storage) - 1;
+        if (in_range) {
+          beam.offset[i] = children_end - num_children;
         }
-        if (there && own == 0) {
+        if (in_range && num_children == 0) {
           beam.next_node[place] = node;
           beam.next_score[place] = beam.score[i];
         }
@@ -159,30 +161,30 @@ __global__ void beam_search_kernel(at::opmath_type<T>* scores, int64_t* classes,
       __syncthreads();
       int64_t filled = leaves;
       for (int64_t next = 0; next < children;) {
-        const int64_t take =
+        const int64_t batch =
             children - next < capacity - filled ? children - next : capacity - filled;
-        for (int64_t i = threadIdx.x; i < take; i += blockDim.x) {
-          const int64_t above = last_at_or_before(beam.offset, count, next + i);
+        for (int64_t i = threadIdx.x; i < batch; i += blockDim.x) {
+          const int64_t beam_index = last_at_or_before(beam.offset, count, next + i);
           beam.next_node[filled + i] =
-              first_child[beam.node[above]] + (next + i - beam.offset[above]);
-          beam.next_score[filled + i] = beam.score[above];
+              first_child[beam.node[beam_index]] + (next + i - beam.offset[beam_index]);
+          beam.next_score[filled + i] = beam.score[beam_index];
         }
         __syncthreads();
-        for (int64_t i = warp * kRowsAtOnce; i < take; i += warps * kRowsAtOnce) {
+        for (int64_t i = warp * kRowsAtOnce; i < batch; i += warps * kRowsAtOnce) {
           int64_t edges[kRowsAtOnce];
 #pragma unroll
           for (int r = 0; r < kRowsAtOnce; ++r) {
-            edges[r] = i + r < take ? beam.next_node[filled + i + r] - 1 : -1;
+            edges[r] = i + r < batch ? beam.next_node[filled + i + r] - 1 : -1;
           }
           const opmath score = score_edges<T, N>(table, x, edges);
           const int64_t mine = i + lane() / kRowLanes;
-          if (lane() % kRowLanes == 0 && mine < take) {
+          if (lane() % kRowLanes == 0 && mine < batch) {
             beam.next_score[filled + mine] += transform(score);
           }
         }
         __syncthreads();
-        filled += take;
-        next += take;
+        filled += batch;
+        next += batch;
         if (filled > width && (filled == capacity || next == children)) {
           beam.select(filled, storage);
           filled = width;
@@ -256,7 +258,7 @@ BeamSearchResult beam_search_cuda(const Tensor& input, const Tensor& weight,
     return {scores, classes};
   }
   const Tensor x = input.contiguous(), table = with_unit_column_stride(weight),
-               bias_row = given(bias) ? bias->contiguous() : Tensor();
+               bias_row = is_defined(bias) ? bias->contiguous() : Tensor();
   const Tensor offsets = first_child.contiguous(), classes_of = node_class.contiguous();
   const int64_t few = beam + kNewNodes,
                 size = opmath_dtype(input.scalar_type()) == at::kDouble ? sizeof(double)

@@ -34,7 +34,7 @@ bool learns(const Tensor& weight, const BeamTreeStepOptions& options) {
 void count_step(const Tensor& weight, const OptionalTensor& bias, const TreeTables& tree,
                 at::IntArrayRef layer_sizes, const OptionalTensor& steps,
                 const BeamTreeStepOptions& options) {
-  if (!given(steps) || !learns(weight, options)) {
+  if (!is_defined(steps) || !learns(weight, options)) {
     return;
   }
   check::dim(kOp, "steps", *steps, 0);
@@ -54,7 +54,7 @@ void count_step(const Tensor& weight, const OptionalTensor& bias, const TreeTabl
 void balance_edges(const Tensor& weight, const OptionalTensor& bias, const TreeTables& tree,
                    at::IntArrayRef layer_sizes) {
   const std::vector<Tensor> tables =
-      given(bias) ? std::vector<Tensor>{weight, *bias} : std::vector<Tensor>{weight};
+      is_defined(bias) ? std::vector<Tensor>{weight, *bias} : std::vector<Tensor>{weight};
   for (const Tensor& table : tables) { // check all tables before changing one
     TORCH_CHECK_TYPE(!table.is_neg() && !table.is_conj(), kOp,
                      ": expected a table, which is written to, as it stands in memory, got a "

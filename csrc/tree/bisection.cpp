@@ -16,9 +16,11 @@ namespace xsoftmax {
 // threads.
 static constexpr int64_t kSumBlocks = 8;
 
-Bisection::Bisection(const SparseRowsView& vectors, const Cutting& cutting, LongWork& work)
-    : vectors_(vectors), work_(work), seed_(cutting.seed), iterations_(cutting.iterations),
-      spherical_(cutting.spherical), total_(vectors.features, 0.0), sum_(vectors.features, 0.0),
+Bisection::Bisection(const SparseRowsView& vectors, const ClusterOptions& cluster_options,
+                     LongWork& work)
+    : vectors_(vectors), work_(work), seed_(cluster_options.seed),
+      iterations_(cluster_options.iterations), spherical_(cluster_options.spherical),
+      total_(vectors.features, 0.0), sum_(vectors.features, 0.0),
       direction_(vectors.features, 0.0f), seen_(vectors.features, false) {}
 
 void Bisection::cut(int32_t* rows, int64_t size, int64_t left, uint64_t key) {
@@ -136,15 +138,15 @@ void Bisection::make_direction(int64_t left, int64_t size) {
 void Bisection::score(const int32_t* rows, int64_t size) {
   at::parallel_for(0, size, 1024, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end && !stopped_at(i); ++i) {
-      float even = 0, odd = 0;
+      float balanced = 0, odd = 0;
       int64_t t = vectors_.offset[rows[i]];
       const int64_t last = vectors_.offset[rows[i] + 1];
       for (; t + 1 < last; t += 2) {
-        even += vectors_.value[t] * direction_[vectors_.column[t]];
+        balanced += vectors_.value[t] * direction_[vectors_.column[t]];
         odd += vectors_.value[t + 1] * direction_[vectors_.column[t + 1]];
       }
       score_[i] =
-          even + odd + (t < last ? vectors_.value[t] * direction_[vectors_.column[t]] : 0.0f);
+          balanced + odd + (t < last ? vectors_.value[t] * direction_[vectors_.column[t]] : 0.0f);
     }
   });
 }

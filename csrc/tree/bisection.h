@@ -11,7 +11,7 @@
 namespace xsoftmax {
 
 /// How nodes are split.
-struct Cutting {
+struct ClusterOptions {
   uint64_t seed;
   int64_t iterations;
   bool spherical;
@@ -20,7 +20,7 @@ struct Cutting {
 /// Bisects a segment. Runs on all threads, unless it is called from a parallel region.
 class Bisection {
  public:
-  Bisection(const SparseRowsView& vectors, const Cutting& cutting, LongWork& work);
+  Bisection(const SparseRowsView& vectors, const ClusterOptions& cluster_options, LongWork& work);
 
   /// Bisects rows [size], sorted ascending: on return the first `left` are the first half. Both
   /// halves are sorted ascending.

@@ -34,8 +34,8 @@ void add_halves(const SiblingSegment& segment, const Add& add) {
 class OpenSegments {
  public:
   OpenSegments(const std::vector<ClusterNode>& nodes, std::span<const SiblingSegment> segments,
-               int64_t most_cuts)
-      : nodes_(nodes), most_cuts_(most_cuts) {
+               int64_t max_cuts)
+      : nodes_(nodes), most_cuts_(max_cuts) {
     for (const SiblingSegment& segment : segments) {
       add(segment);
     }
@@ -140,9 +140,9 @@ std::vector<SiblingSegment> segments_after(int64_t cuts, const std::vector<Clust
 }
 
 void cut_segments(const char* op, const SparseRowsView& vectors,
-                  const std::vector<ClusterNode>& nodes, const Cutting& cutting,
-                  std::span<const SiblingSegment> segments, int64_t most_cuts, int32_t* order) {
-  OpenSegments open(nodes, segments, most_cuts);
+                  const std::vector<ClusterNode>& nodes, const ClusterOptions& cluster_options,
+                  std::span<const SiblingSegment> segments, int64_t max_cuts, int32_t* order) {
+  OpenSegments open(nodes, segments, max_cuts);
   LongWork work(op, total_work(open));
   const auto cut = [&](Bisection& bisection, const SiblingSegment& segment) {
     if (work.stopped()) {
@@ -157,7 +157,7 @@ void cut_segments(const char* op, const SparseRowsView& vectors,
   // thread takes segments from the heap.
   const int64_t threads = at::get_num_threads();
   {
-    Bisection bisection(vectors, cutting, work);
+    Bisection bisection(vectors, cluster_options, work);
     while (!open.empty() && open.count() < threads) {
       const SiblingSegment segment = open.take();
       cut(bisection, segment);
@@ -168,7 +168,7 @@ void cut_segments(const char* op, const SparseRowsView& vectors,
   std::condition_variable changed;
   int64_t working = 0;
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    Bisection bisection(vectors, cutting, work);
+    Bisection bisection(vectors, cluster_options, work);
     std::unique_lock lock(mutex);
     while (true) {
       changed.wait(lock, [&] { return !open.empty() || working == 0; });

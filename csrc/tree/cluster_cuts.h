@@ -30,10 +30,10 @@ std::vector<SiblingSegment> segments_after(int64_t cuts, const std::vector<Clust
 
 constexpr int64_t kAllCuts = std::numeric_limits<int64_t>::max();
 
-/// Makes all cuts below the given segments that have fewer than `most_cuts` cuts above them. Each
+/// Makes all cuts below the given segments that have fewer than `max_cuts` cuts above them. Each
 /// segment is a contiguous range of `order`, which is rearranged in place. Throws if interrupted.
 void cut_segments(const char* op, const SparseRowsView& vectors,
-                  const std::vector<ClusterNode>& nodes, const Cutting& cutting,
-                  std::span<const SiblingSegment> segments, int64_t most_cuts, int32_t* order);
+                  const std::vector<ClusterNode>& nodes, const ClusterOptions& cluster_options,
+                  std::span<const SiblingSegment> segments, int64_t max_cuts, int32_t* order);
 
 } // namespace xsoftmax

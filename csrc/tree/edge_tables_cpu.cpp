@@ -78,9 +78,9 @@ void tree_balance_cpu(const Tensor& table, const Tensor& first_child, at::IntArr
   run(table, offsets.const_data_ptr<int64_t>(), table.size(0) + 1, layer_sizes);
 }
 
-Tensor routed_candidates_cpu(const Tensor& given_seed, const Tensor& scores,
+Tensor routed_candidates_cpu(const Tensor& seed_argument, const Tensor& scores,
                              const Tensor& first_child, const Tensor& node_class, int64_t count) {
-  check_routed(given_seed, scores, first_child, node_class, count);
+  check_routed(seed_argument, scores, first_child, node_class, count);
   const Tensor best = scores.argmax(1), offsets = first_child.contiguous(),
                classes = node_class.contiguous();
   const Tensor found = at::full({scores.size(0), count}, -1, best.options());
@@ -88,7 +88,7 @@ Tensor routed_candidates_cpu(const Tensor& given_seed, const Tensor& scores,
                 *first = offsets.const_data_ptr<int64_t>(),
                 *known = classes.const_data_ptr<int64_t>();
   int64_t* to = found.mutable_data_ptr<int64_t>();
-  const uint64_t seed = uint64_t(given_seed.item<int64_t>());
+  const uint64_t seed = uint64_t(seed_argument.item<int64_t>());
   for (int64_t q = 0; q < scores.size(0); ++q) {
     const int64_t begin = first[subset[q] + 1], end = first[subset[q] + 2];
     TORCH_CHECK_VALUE(begin >= 0 && begin <= end && end <= classes.size(0),

@@ -42,8 +42,8 @@ __global__ void balance_kernel(T* table, int64_t row_stride, int64_t column_stri
       sum += opmath(column[(child - 1) * row_stride]);
     }
     const opmath mean = sum / opmath(end - begin);
-    T& own = column[(node - 1) * row_stride];
-    own = T(opmath(own) + mean);
+    T& child_value = column[(node - 1) * row_stride];
+    child_value = T(opmath(child_value) + mean);
 #pragma unroll 4
     for (int64_t child = begin; child < end; ++child) {
       T& row = column[(child - 1) * row_stride];

@@ -104,7 +104,7 @@ class HierarchicalSoftmax : public torch::autograd::Function<HierarchicalSoftmax
                         const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
                         at::IntArrayRef group_sizes, std::optional<bool> sparse_grad) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    const bool want_edges = weight.requires_grad() || (given(bias) && bias->requires_grad());
+    const bool want_edges = weight.requires_grad() || (is_defined(bias) && bias->requires_grad());
     auto [loss, grad_input, grad_edges] =
         call_forward(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes,
                      {input.requires_grad(), want_edges});
@@ -112,7 +112,7 @@ class HierarchicalSoftmax : public torch::autograd::Function<HierarchicalSoftmax
     ctx->saved_data["layer_sizes"] = layer_sizes.vec();
     ctx->saved_data["group_sizes"] = group_sizes.vec();
     ctx->saved_data["sparse_grad"] = sparse_grad;
-    ctx->saved_data["has_bias"] = given(bias);
+    ctx->saved_data["has_bias"] = is_defined(bias);
     return loss;
   }
 
@@ -149,12 +149,12 @@ Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTe
     return hierarchical_softmax(input, weight, bias, first_child, parent, nodes, layer_sizes,
                                 group_sizes, sparse_grad);
   }
-  check::given_tensors(kOp,
-                       {{"input", &input},
-                        {"weight", &weight},
-                        {"first_child", &first_child},
-                        {"parent", &parent},
-                        {"nodes", &nodes}});
+  check::strided_tensors(kOp,
+                         {{"input", &input},
+                          {"weight", &weight},
+                          {"first_child", &first_child},
+                          {"parent", &parent},
+                          {"nodes", &nodes}});
   register_row_tables(sparse_grad, weight, bias);
   return HierarchicalSoftmax::apply(input, weight, bias, first_child, parent, nodes, layer_sizes,
                                     group_sizes, sparse_grad);
@@ -165,7 +165,8 @@ Tensor loss_autocast(const Tensor& input, const Tensor& weight, const OptionalTe
                      at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
                      std::optional<bool> sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
+  const OptionalTensor same =
+      is_defined(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return hierarchical_softmax(input.to(weight.scalar_type()), weight, same, first_child, parent,
                               nodes, layer_sizes, group_sizes, sparse_grad);
 }
@@ -189,20 +190,22 @@ HierarchicalTopk topk_autocast(const Tensor& input, const Tensor& weight,
                                const OptionalTensor& bias, const Tensor& first_child,
                                const Tensor& node_class, c10::SymInt k) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
+  const OptionalTensor same =
+      is_defined(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return hierarchical_topk(input.to(weight.scalar_type()), weight, same, first_child, node_class,
                            k);
 }
 
 // Makes the checks of the CPU kernels, which check the paths they visit. On CUDA, an id out of
 // range is a device assertion.
-void check_ways(const char* op, const Tensor& first_child, const Tensor& parent,
-                const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes) {
+void check_sibling_paths(const char* op, const Tensor& first_child, const Tensor& parent,
+                         const Tensor& nodes, at::IntArrayRef layer_sizes,
+                         at::IntArrayRef group_sizes) {
   if (nodes.is_cpu()) {
-    const SiblingPaths ways(op, first_child, parent, nodes, layer_sizes, group_sizes);
-    SiblingPath way;
+    const SiblingPaths paths(op, first_child, parent, nodes, layer_sizes, group_sizes);
+    SiblingPath path;
     for (int64_t query = 0; query < nodes.size(0); ++query) {
-      ways.find(query, way);
+      paths.find(query, path);
     }
   }
 }
@@ -223,13 +226,13 @@ std::vector<Layer> layers_of(const Tensor& first_child, const Tensor& parent, co
   for (int64_t l = int64_t(layer_sizes.size()) - 1; l >= 0; --l) {
     begin -= layer_sizes[l];
     const Tensor active = node.ge(begin),
-                 above = at::where(active, parent.index_select(0, node), 0);
-    const Tensor first = first_child.index_select(0, above),
-                 last = first_child.index_select(0, above + 1);
+                 parent_node = at::where(active, parent.index_select(0, node), 0);
+    const Tensor first = first_child.index_select(0, parent_node),
+                 last = first_child.index_select(0, parent_node + 1);
     const Tensor child = first.unsqueeze(1) + at::arange(group_sizes[l], nodes.options());
     const Tensor exists = child.lt(last.unsqueeze(1)).logical_and(active.unsqueeze(1));
     layers.push_back({active, at::where(active, node - 1, -1), at::where(exists, child - 1, -1)});
-    node = at::where(active, above, node);
+    node = at::where(active, parent_node, node);
   }
   return layers;
 }
@@ -307,7 +310,7 @@ HierarchicalState hierarchical_softmax_forward_reference(
     const Tensor& first_child, const Tensor& parent, const Tensor& nodes,
     at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::array<bool, 2> output_mask) {
   check_hierarchical(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes);
-  check_ways(kOp, first_child, parent, nodes, layer_sizes, group_sizes);
+  check_sibling_paths(kOp, first_child, parent, nodes, layer_sizes, group_sizes);
   const Tensor scores = all_edge_scores(input, weight, bias);
   Tensor loss = at::zeros({input.size(0)}, scores.options());
   // Column 0 collects the entries with edge -1.
@@ -343,7 +346,8 @@ RowGradients hierarchical_softmax_backward_reference(
     at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::array<bool, 3> output_mask) {
   check_hierarchical_backward(scale, grad_edges, input, weight, first_child, parent, nodes,
                               layer_sizes, group_sizes);
-  check_ways("hierarchical_softmax_backward", first_child, parent, nodes, layer_sizes, group_sizes);
+  check_sibling_paths("hierarchical_softmax_backward", first_child, parent, nodes, layer_sizes,
+                      group_sizes);
   const auto layers = layers_of(first_child, parent, nodes, layer_sizes, group_sizes);
   std::vector<Tensor> edges;
   for (const Layer& layer : layers) {
@@ -372,18 +376,18 @@ HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& 
   // first_child has not been checked, so make them ascending and in range.
   const Tensor offsets = std::get<0>(first_child.sub(1).clamp(0, nodes - 1).cummax(0));
   // A softmax over the children of each node. Values of a group are contiguous.
-  const auto of_groups = [&](const Tensor& values, c10::string_view reduction, double initial) {
+  const auto reduce_groups = [&](const Tensor& values, c10::string_view reduction, double initial) {
     const Tensor reduced = at::segment_reduce(values.t().contiguous(), reduction, {}, {}, offsets,
                                               0, /*unsafe=*/true, initial);
     return reduced.t().index_select(1, parent.narrow(0, 1, nodes - 1));
   };
-  const Tensor shifted = scores - of_groups(scores, "max", -kInfinity);
-  Tensor log_prob = at::cat({none, shifted - of_groups(shifted.exp(), "sum", 0).log()}, 1);
+  const Tensor shifted = scores - reduce_groups(scores, "max", -kInfinity);
+  Tensor log_prob = at::cat({none, shifted - reduce_groups(shifted.exp(), "sum", 0).log()}, 1);
   // Sum along paths by pointer doubling.
-  Tensor above = parent;
+  Tensor parent_node = parent;
   for (int64_t length = 1; length < nodes; length *= 2) {
-    log_prob = log_prob + log_prob.index_select(1, above);
-    above = above.index_select(0, above);
+    log_prob = log_prob + log_prob.index_select(1, parent_node);
+    parent_node = parent_node.index_select(0, parent_node);
   }
   // Leaves first, by descending probability; the sorts are stable.
   const Tensor by_value =
@@ -394,13 +398,13 @@ HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& 
       by_value.gather(1,
                       std::get<1>(inner.sort(/*stable=*/true, /*dim=*/1, /*descending=*/false))
                           .narrow(1, 0, found));
-  const Tensor there = leaf.index_select(0, place.flatten()).view_as(place);
+  const Tensor is_leaf = leaf.index_select(0, place.flatten()).view_as(place);
   const Tensor best = at::full({input.size(0), wanted}, -kInfinity, scores.options());
   const Tensor classes = at::full({input.size(0), wanted}, -1, node_class.options());
   best.narrow(1, 0, found)
-      .copy_(log_prob.gather(1, place).masked_fill(there.logical_not(), -kInfinity));
+      .copy_(log_prob.gather(1, place).masked_fill(is_leaf.logical_not(), -kInfinity));
   classes.narrow(1, 0, found)
-      .copy_(at::where(there, node_class.index_select(0, place.flatten()).view_as(place), -1));
+      .copy_(at::where(is_leaf, node_class.index_select(0, place.flatten()).view_as(place), -1));
   const Tensor bad = log_prob.isnan().any(1, true);
   return {best.masked_fill(bad, std::numeric_limits<double>::quiet_NaN()),
           at::where(bad, at::arange(wanted, node_class.options()), classes)};
@@ -450,7 +454,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 XSOFTMAX_AUTOCAST(m) {
   m.impl("hierarchical_softmax", loss_autocast);
   m.impl("hierarchical_topk", topk_autocast);
-  below_autocast(m, {"hierarchical_softmax_forward", "hierarchical_softmax_backward"});
+  disable_autocast(m, {"hierarchical_softmax_forward", "hierarchical_softmax_backward"});
 }
 
 } // namespace xsoftmax

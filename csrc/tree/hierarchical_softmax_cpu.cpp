@@ -50,17 +50,17 @@ HierarchicalState forward_cpu(const Tensor& input, const Tensor& weight, const O
                               at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
                               std::array<bool, 2> output_mask) {
   check_hierarchical(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes);
-  const SiblingPaths ways("hierarchical_softmax_loss", first_child, parent, nodes, layer_sizes,
-                          group_sizes);
+  const SiblingPaths paths("hierarchical_softmax_loss", first_child, parent, nodes, layer_sizes,
+                           group_sizes);
   if (use_reference()) {
     return hierarchical_softmax_forward_reference(input, weight, bias, first_child, parent, nodes,
                                                   layer_sizes, group_sizes, output_mask);
   }
   const auto [want_input, want_edges] = output_mask;
-  const int64_t queries = input.size(0), features = input.size(1), width = ways.width();
+  const int64_t queries = input.size(0), features = input.size(1), width = paths.width();
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
   const Tensor query = input.contiguous(), table = with_unit_column_stride(weight),
-               bias_row = given(bias) ? bias->contiguous() : Tensor();
+               bias_row = is_defined(bias) ? bias->contiguous() : Tensor();
   const Tensor loss = at::empty({queries}, options),
                grad_input = at::zeros({want_input ? queries : 0, features}, options);
   const Tensor grad_edges = at::zeros({want_edges ? queries : 0, width}, options);
@@ -69,19 +69,19 @@ HierarchicalState forward_cpu(const Tensor& input, const Tensor& weight, const O
     using A = opmath<T>;
     const EdgeRows<T> edges(table, bias_row);
     at::parallel_for(0, queries, kQueriesPerTask, [&](int64_t first, int64_t last) {
-      SiblingPath way;
+      SiblingPath path;
       std::vector<A> scores;
       for (int64_t q = first; q < last; ++q) {
-        ways.find(q, way);
-        edges.score(scores, const_data<T>(query) + q * features, way.edges);
+        paths.find(q, path);
+        edges.score(scores, const_data<T>(query) + q * features, path.edges);
         A sum = 0;
-        for (size_t g = 0; g < way.targets.size(); ++g) {
-          A* group = scores.data() + way.starts[g];
-          const int64_t n = way.starts[g + 1] - way.starts[g];
+        for (size_t g = 0; g < path.targets.size(); ++g) {
+          A* group = scores.data() + path.starts[g];
+          const int64_t n = path.starts[g + 1] - path.starts[g];
           log_softmax(group, n);
-          sum -= group[way.targets[g]];
+          sum -= group[path.targets[g]];
           for (int64_t i = 0; (want_input || want_edges) && i < n; ++i) {
-            group[i] = sibling_gradient(group[i], i == way.targets[g]);
+            group[i] = sibling_gradient(group[i], i == path.targets[g]);
           }
         }
         data<A>(loss)[q] = sum;
@@ -89,10 +89,10 @@ HierarchicalState forward_cpu(const Tensor& input, const Tensor& weight, const O
           row_kernels()
               .of(static_cast<const T*>(nullptr))
               .add_rows(data<A>(grad_input) + q * features, edges.weight, edges.stride,
-                        way.edges.data(), scores.data(), int64_t(scores.size()), features);
+                        path.edges.data(), scores.data(), int64_t(scores.size()), features);
         }
         for (size_t e = 0; want_edges && e < scores.size(); ++e) {
-          data<A>(grad_edges)[q * width + way.columns[e]] = scores[e];
+          data<A>(grad_edges)[q * width + path.columns[e]] = scores[e];
         }
       }
     });
@@ -106,28 +106,28 @@ RowGradients backward_cpu(const Tensor& scale, const Tensor& grad_edges, const T
                           at::IntArrayRef group_sizes, std::array<bool, 3> output_mask) {
   check_hierarchical_backward(scale, grad_edges, input, weight, first_child, parent, nodes,
                               layer_sizes, group_sizes);
-  const SiblingPaths ways("hierarchical_softmax_backward", first_child, parent, nodes, layer_sizes,
-                          group_sizes);
+  const SiblingPaths paths("hierarchical_softmax_backward", first_child, parent, nodes, layer_sizes,
+                           group_sizes);
   if (use_reference()) {
     return hierarchical_softmax_backward_reference(scale, grad_edges, input, weight, first_child,
                                                    parent, nodes, layer_sizes, group_sizes,
                                                    output_mask);
   }
-  const int64_t queries = input.size(0), width = ways.width();
+  const int64_t queries = input.size(0), width = paths.width();
   const Tensor gradient = grad_edges.contiguous();
   std::vector<int64_t> ids, offsets(1, 0);
   ids.reserve(queries * width);
   const Tensor packed = at::empty({queries * width}, grad_edges.options());
   dispatch_floating(grad_edges.scalar_type(), [&](auto zero) {
     using A = decltype(zero);
-    SiblingPath way;
+    SiblingPath path;
     for (int64_t q = 0; q < queries; ++q) {
-      ways.find(q, way);
-      for (size_t e = 0; e < way.edges.size(); ++e) {
+      paths.find(q, path);
+      for (size_t e = 0; e < path.edges.size(); ++e) {
         data<A>(packed)[int64_t(ids.size()) + int64_t(e)] =
-            const_data<A>(gradient)[q * width + way.columns[e]];
+            const_data<A>(gradient)[q * width + path.columns[e]];
       }
-      ids.insert(ids.end(), way.edges.begin(), way.edges.end());
+      ids.insert(ids.end(), path.edges.begin(), path.edges.end());
       offsets.push_back(int64_t(ids.size()));
     }
   });
@@ -165,8 +165,8 @@ class BestFirst {
 
   void run(const T* input, int64_t k, A* values, int64_t* classes) {
     open_.clear();
-    const bool alone = first_child_[0] == first_child_[1];
-    push({A(0), alone, 0});
+    const bool is_only_child = first_child_[0] == first_child_[1];
+    push({A(0), is_only_child, 0});
     int64_t found = 0;
     while (found < k && !open_.empty()) {
       std::pop_heap(open_.begin(), open_.end());
@@ -223,7 +223,7 @@ HierarchicalTopk topk_cpu(const Tensor& input, const Tensor& weight, const Optio
   }
   const int64_t queries = input.size(0), features = input.size(1), wanted = k.expect_int();
   const Tensor query = input.contiguous(), table = with_unit_column_stride(weight),
-               bias_row = given(bias) ? bias->contiguous() : Tensor();
+               bias_row = is_defined(bias) ? bias->contiguous() : Tensor();
   const Tensor offsets = first_child.contiguous(), classes_of = node_class.contiguous();
   const Tensor values =
       at::empty({queries, wanted}, input.options().dtype(opmath_dtype(input.scalar_type())));

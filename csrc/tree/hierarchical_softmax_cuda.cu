@@ -20,12 +20,12 @@ using namespace cuda;
 using at::Tensor;
 
 constexpr int kPathThreads = 128;       // threads of a block that scores a path
-constexpr int64_t kMostBlocks = 16384; // each has a path and, if they are not kept, values
+constexpr int64_t kMaxBlocks = 16384; // each has a path and, if they are not kept, values
 
 // A few host numbers as kernel arguments: a copy would synchronise with the device.
 struct Numbers {
-  static constexpr int kMost = 64;
-  int64_t values[kMost];
+  static constexpr int kMax = 64;
+  int64_t values[kMax];
 };
 
 __global__ void write_kernel(int64_t* to, Numbers numbers, int64_t count) {
@@ -41,15 +41,15 @@ struct SiblingPaths {
   const int64_t* column; // [layers + 1]
   int64_t num_nodes, queries, layers;
 
-  // Writes the nodes on the path, from the bottom up, to `way` [layers]; returns how many there
+  // Writes the nodes on the path, from the bottom up, to `path` [layers]; returns how many there
   // are.
-  __device__ int64_t find(int64_t query, int64_t* way) const {
+  __device__ int64_t find(int64_t query, int64_t* path) const {
     const int64_t last = nodes[query];
     CUDA_KERNEL_ASSERT(last >= 0 && last < num_nodes);
     int64_t length = 0;
     for (int64_t node = last; node != 0; node = node_above(parent, node)) {
       CUDA_KERNEL_ASSERT(length < layers);
-      way[length++] = node;
+      path[length++] = node;
     }
     return length;
   }
@@ -64,7 +64,7 @@ struct SiblingPaths {
   __device__ int64_t layer_of(int64_t at) const { return last_at_or_before(column, layers, at); }
 
   // Returns the edge of a column, -1 if there is none.
-  __device__ int64_t edge(int64_t at, const int64_t* way, int64_t length) const {
+  __device__ int64_t edge(int64_t at, const int64_t* path, int64_t length) const {
     if (at >= column[layers]) {
       return -1;
     }
@@ -72,7 +72,7 @@ struct SiblingPaths {
     if (layer >= length) {
       return -1;
     }
-    const ChildRange range = siblings(way[length - 1 - layer], layer);
+    const ChildRange range = siblings(path[length - 1 - layer], layer);
     const int64_t child = range.begin + (at - column[layer]);
     return child < range.end ? child - 1 : -1;
   }
@@ -86,22 +86,22 @@ template <typename T, int N>
 __global__ void hierarchical_softmax_kernel(at::opmath_type<T>* loss,
                                             at::opmath_type<T>* grad_input,
                                             at::opmath_type<T>* values, bool keep_values,
-                                            int64_t* way_storage, const T* input,
-                                            EdgeTable<T> table, SiblingPaths ways) {
+                                            int64_t* path_storage, const T* input,
+                                            EdgeTable<T> table, SiblingPaths paths) {
   using opmath = at::opmath_type<T>;
   __shared__ opmath storage[kWarp];
   __shared__ int64_t length;
   const int64_t warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp,
-                width = ways.column[ways.layers];
-  int64_t* way = way_storage + blockIdx.x * ways.layers;
-  for (int64_t query = blockIdx.x; query < ways.queries; query += gridDim.x) {
+                width = paths.column[paths.layers];
+  int64_t* path = path_storage + blockIdx.x * paths.layers;
+  for (int64_t query = blockIdx.x; query < paths.queries; query += gridDim.x) {
     opmath* row = values + (keep_values ? query : int64_t(blockIdx.x)) * width;
     if (threadIdx.x == 0) {
-      length = ways.find(query, way);
+      length = paths.find(query, path);
     }
     __syncthreads();
     for (int64_t base = warp * kRowsAtOnce; base < width; base += warps * kRowsAtOnce) {
-      const int64_t mine = base + lane() / kRowLanes, edge = ways.edge(mine, way, length);
+      const int64_t mine = base + lane() / kRowLanes, edge = paths.edge(mine, path, length);
       int64_t edges[kRowsAtOnce];
 #pragma unroll
       for (int r = 0; r < kRowsAtOnce; ++r) {
@@ -117,10 +117,10 @@ __global__ void hierarchical_softmax_kernel(at::opmath_type<T>* loss,
     __syncthreads();
     opmath sum = 0;
     for (int64_t layer = warp; layer < length; layer += warps) {
-      const int64_t node = way[length - 1 - layer];
-      const ChildRange range = ways.siblings(node, layer);
+      const int64_t node = path[length - 1 - layer];
+      const ChildRange range = paths.siblings(node, layer);
       const int64_t count = range.end - range.begin, target = node - range.begin;
-      opmath* group = row + ways.column[layer];
+      opmath* group = row + paths.column[layer];
       opmath largest = -std::numeric_limits<opmath>::infinity(), total = 0;
       for (int64_t i = lane(); i < count; i += kWarp) {
         largest = group[i] > largest ? group[i] : largest;
@@ -145,8 +145,8 @@ __global__ void hierarchical_softmax_kernel(at::opmath_type<T>* loss,
          d += int64_t(blockDim.x) * N) {
       opmath gradient[N] = {};
       for (int64_t layer = 0; layer < length; ++layer) {
-        const ChildRange range = ways.siblings(way[length - 1 - layer], layer);
-        const opmath* group = row + ways.column[layer];
+        const ChildRange range = paths.siblings(path[length - 1 - layer], layer);
+        const opmath* group = row + paths.column[layer];
         const T* rows = table.weight + (range.begin - 1) * table.stride + d;
         const int64_t count = range.end - range.begin;
         for (int64_t i = 0; i < count; i += kRowsAtOnce) { // load several rows at the same time
@@ -172,27 +172,27 @@ __global__ void hierarchical_softmax_kernel(at::opmath_type<T>* loss,
       }
       store_pack(grad_input + query * table.features + d, gradient);
     }
-    __syncthreads(); // the next query reuses `way`
+    __syncthreads(); // the next query reuses `path`
   }
 }
 
-// One block per query. Writes the edge of each of its columns (`none` if there is none) and its
+// One block per query. Writes the edge of each of its columns (`no_edge` if there is none) and its
 // gradient.
 template <typename opmath>
 __global__ void path_edge_kernel(int64_t* edges, opmath* coefficient, const opmath* grad_edges,
-                                 const opmath* scale, int64_t* way_storage, SiblingPaths ways,
-                                 int64_t none) {
+                                 const opmath* scale, int64_t* path_storage, SiblingPaths paths,
+                                 int64_t no_edge) {
   __shared__ int64_t length;
-  const int64_t width = ways.column[ways.layers];
-  int64_t* way = way_storage + blockIdx.x * ways.layers;
-  for (int64_t query = blockIdx.x; query < ways.queries; query += gridDim.x) {
+  const int64_t width = paths.column[paths.layers];
+  int64_t* path = path_storage + blockIdx.x * paths.layers;
+  for (int64_t query = blockIdx.x; query < paths.queries; query += gridDim.x) {
     if (threadIdx.x == 0) {
-      length = ways.find(query, way);
+      length = paths.find(query, path);
     }
     __syncthreads();
     for (int64_t at = threadIdx.x; at < width; at += blockDim.x) {
-      const int64_t edge = ways.edge(at, way, length), place = query * width + at;
-      edges[place] = edge >= 0 ? edge : none;
+      const int64_t edge = paths.edge(at, path, length), place = query * width + at;
+      edges[place] = edge >= 0 ? edge : no_edge;
       coefficient[place] = edge >= 0 ? grad_edges[place] * scale[query] : opmath(0);
     }
     __syncthreads();
@@ -202,39 +202,39 @@ __global__ void path_edge_kernel(int64_t* edges, opmath* coefficient, const opma
 // A Ways together with the tensors it points to.
 struct OwnedPaths {
   Tensor first_child, parent, nodes, column;
-  SiblingPaths ways;
+  SiblingPaths paths;
   int64_t width = 0;
 
-  OwnedPaths(const Tensor& given_first_child, const Tensor& given_parent, const Tensor& given_nodes,
-             at::IntArrayRef group_sizes)
-      : first_child(given_first_child.contiguous()), parent(given_parent.contiguous()),
-        nodes(given_nodes.contiguous()),
-        column(at::empty({int64_t(group_sizes.size()) + 1}, given_nodes.options())) {
+  OwnedPaths(const Tensor& first_child_argument, const Tensor& parent_argument,
+             const Tensor& nodes_argument, at::IntArrayRef group_sizes)
+      : first_child(first_child_argument.contiguous()), parent(parent_argument.contiguous()),
+        nodes(nodes_argument.contiguous()),
+        column(at::empty({int64_t(group_sizes.size()) + 1}, nodes_argument.options())) {
     const int64_t layers = int64_t(group_sizes.size());
     int64_t* to = column.mutable_data_ptr<int64_t>();
-    for (int64_t begin = 0; begin <= layers; begin += Numbers::kMost) {
-      const int64_t count = std::min<int64_t>(Numbers::kMost, layers + 1 - begin);
+    for (int64_t begin = 0; begin <= layers; begin += Numbers::kMax) {
+      const int64_t count = std::min<int64_t>(Numbers::kMax, layers + 1 - begin);
       Numbers numbers{};
       for (int64_t i = 0; i < count; ++i) {
         numbers.values[i] = width;
         width += begin + i < layers ? group_sizes[begin + i] : 0;
       }
-      write_kernel<<<1, Numbers::kMost, 0, c10::cuda::getCurrentCUDAStream()>>>(to + begin, numbers,
-                                                                                count);
+      write_kernel<<<1, Numbers::kMax, 0, c10::cuda::getCurrentCUDAStream()>>>(to + begin, numbers,
+                                                                               count);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
-    ways = {first_child.const_data_ptr<int64_t>(),
-            parent.const_data_ptr<int64_t>(),
-            nodes.const_data_ptr<int64_t>(),
-            to,
-            parent.size(0),
-            nodes.size(0),
-            layers};
+    paths = {first_child.const_data_ptr<int64_t>(),
+             parent.const_data_ptr<int64_t>(),
+             nodes.const_data_ptr<int64_t>(),
+             to,
+             parent.size(0),
+             nodes.size(0),
+             layers};
   }
 
   // Allocates a path for each block.
   Tensor storage(unsigned blocks) const {
-    return at::empty({int64_t(blocks), ways.layers}, nodes.options());
+    return at::empty({int64_t(blocks), paths.layers}, nodes.options());
   }
 };
 
@@ -253,17 +253,18 @@ HierarchicalState forward_cuda(const Tensor& input, const Tensor& weight,
   const int64_t queries = input.size(0), features = input.size(1);
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
   const Tensor x = input.contiguous(), table = with_unit_column_stride(weight),
-               bias_row = given(bias) ? bias->contiguous() : Tensor();
-  const OwnedPaths held(first_child, parent, nodes, group_sizes);
+               bias_row = is_defined(bias) ? bias->contiguous() : Tensor();
+  const OwnedPaths owned_paths(first_child, parent, nodes, group_sizes);
   const Tensor loss = at::empty({queries}, options),
                grad_input = at::empty({want_input ? queries : 0, features}, options);
-  const Tensor grad_edges = at::empty({want_edges ? queries : 0, held.width}, options);
+  const Tensor grad_edges = at::empty({want_edges ? queries : 0, owned_paths.width}, options);
   if (queries == 0) {
     return {loss, grad_input, grad_edges};
   }
-  const unsigned blocks = unsigned(std::min<int64_t>(queries, kMostBlocks));
-  const Tensor ways = held.storage(blocks),
-               values = want_edges ? grad_edges : at::empty({int64_t(blocks), held.width}, options);
+  const unsigned blocks = unsigned(std::min<int64_t>(queries, kMaxBlocks));
+  const Tensor path_buffer = owned_paths.storage(blocks),
+               values = want_edges ? grad_edges
+                                   : at::empty({int64_t(blocks), owned_paths.width}, options);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, input.scalar_type(), "hierarchical_softmax_cuda", [&] {
         using opmath = at::opmath_type<scalar_t>;
@@ -275,8 +276,8 @@ HierarchicalState forward_cuda(const Tensor& input, const Tensor& weight,
               <<<blocks, kPathThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
                   loss.mutable_data_ptr<opmath>(),
                   want_input ? grad_input.mutable_data_ptr<opmath>() : nullptr,
-                  values.mutable_data_ptr<opmath>(), want_edges, ways.mutable_data_ptr<int64_t>(),
-                  in, edges, held.ways);
+                  values.mutable_data_ptr<opmath>(), want_edges,
+                  path_buffer.mutable_data_ptr<int64_t>(), in, edges, owned_paths.paths);
           C10_CUDA_KERNEL_LAUNCH_CHECK();
         });
       });
@@ -295,25 +296,25 @@ RowGradients backward_cuda(const Tensor& scale, const Tensor& grad_edges, const 
                                                    parent, nodes, layer_sizes, group_sizes,
                                                    output_mask);
   }
-  const int64_t queries = input.size(0), none = weight.size(0);
-  const OwnedPaths held(first_child, parent, nodes, group_sizes);
+  const int64_t queries = input.size(0), no_edge = weight.size(0);
+  const OwnedPaths owned_paths(first_child, parent, nodes, group_sizes);
   const Tensor gradient = grad_edges.contiguous(),
                factor = scale.to(grad_edges.scalar_type()).contiguous();
-  const Tensor edges = at::empty({queries, held.width}, nodes.options()),
+  const Tensor edges = at::empty({queries, owned_paths.width}, nodes.options()),
                coefficient = at::empty(edges.sizes(), grad_edges.options());
   if (edges.numel() > 0) {
-    const unsigned blocks = unsigned(std::min<int64_t>(queries, kMostBlocks));
-    const Tensor ways = held.storage(blocks);
+    const unsigned blocks = unsigned(std::min<int64_t>(queries, kMaxBlocks));
+    const Tensor path_buffer = owned_paths.storage(blocks);
     AT_DISPATCH_FLOATING_TYPES(grad_edges.scalar_type(), "hierarchical_softmax_backward_cuda", [&] {
       path_edge_kernel<scalar_t><<<blocks, kPathThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
           edges.mutable_data_ptr<int64_t>(), coefficient.mutable_data_ptr<scalar_t>(),
           gradient.const_data_ptr<scalar_t>(), factor.const_data_ptr<scalar_t>(),
-          ways.mutable_data_ptr<int64_t>(), held.ways, none);
+          path_buffer.mutable_data_ptr<int64_t>(), owned_paths.paths, no_edge);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
   }
   auto [rows, values, bias_values] = compact_row_gradient_cuda(
-      coefficient, edges.size(1), input.contiguous(), CudaPairs{edges, Tensor(), queries, none},
+      coefficient, edges.size(1), input.contiguous(), CudaPairs{edges, Tensor(), queries, no_edge},
       sibling_rows(queries, layer_sizes, group_sizes).expect_int(),
       {output_mask[1], output_mask[2]});
   return {input.new_empty({0, input.size(1)}), rows, values, bias_values};

@@ -36,14 +36,14 @@ Tensor counts_of(const char* op, const Tensor& counts) {
   TORCH_CHECK_TYPE(!counts.is_complex() && counts.scalar_type() != at::kBool, op,
                    ": expected counts that are numbers, got ", check::name(counts.scalar_type()));
   TORCH_CHECK_VALUE(counts.size(0) >= 1, op, ": expected counts of at least one class, got none");
-  const Tensor whole = counts.detach().to(at::kCPU, at::kDouble).contiguous();
-  const double* count = whole.const_data_ptr<double>();
-  for (int64_t i = 0; i < whole.size(0); ++i) {
+  const Tensor cpu_counts = counts.detach().to(at::kCPU, at::kDouble).contiguous();
+  const double* count = cpu_counts.const_data_ptr<double>();
+  for (int64_t i = 0; i < cpu_counts.size(0); ++i) {
     TORCH_CHECK_VALUE(count[i] >= 0 && std::isfinite(count[i]), op,
                       ": expected counts that are finite and not below 0, got ", count[i],
                       " for class ", i);
   }
-  return whole;
+  return cpu_counts;
 }
 
 void check_arity(const char* op, int64_t arity) {
@@ -113,15 +113,15 @@ Tensor classes_in_order(const Tensor& parents) {
   const int64_t n = parents.size(0);
   const int64_t* parent = parents.const_data_ptr<int64_t>();
   const Tensor classes = int64s(n, 0);
-  int64_t* known = classes.mutable_data_ptr<int64_t>();
+  int64_t* class_ids = classes.mutable_data_ptr<int64_t>();
   for (int64_t v = 0; v < n; ++v) {
     if (parent[v] >= 0 && parent[v] < n) {
-      known[parent[v]] = -1;
+      class_ids[parent[v]] = -1;
     }
   }
   int64_t next = 0;
   for (int64_t v = 0; v < n; ++v) {
-    known[v] = known[v] < 0 ? -1 : next++;
+    class_ids[v] = class_ids[v] < 0 ? -1 : next++;
   }
   return classes;
 }
@@ -143,14 +143,14 @@ int64_t find_root(const char* op, const int64_t* parent, int64_t n) {
 
 LabelTreeTensors label_tree(const Tensor& parents, const OptionalTensor& classes) {
   constexpr const char* op = "label_tree";
-  const Tensor plain_parents = ids_of(op, "parents", parents);
+  const Tensor cpu_parents = ids_of(op, "parents", parents);
   const int64_t n = parents.size(0);
   TORCH_CHECK_VALUE(n >= 1, op, ": expected parents of at least one node, got none");
-  const Tensor plain_classes =
-      given(classes) ? ids_of(op, "classes", *classes) : classes_in_order(plain_parents);
-  check::size(op, "classes", plain_classes, 0, n, "the nodes of parents");
-  const int64_t *old_parent = plain_parents.const_data_ptr<int64_t>(),
-                *old_class = plain_classes.const_data_ptr<int64_t>();
+  const Tensor cpu_classes =
+      is_defined(classes) ? ids_of(op, "classes", *classes) : classes_in_order(cpu_parents);
+  check::size(op, "classes", cpu_classes, 0, n, "the nodes of parents");
+  const int64_t *old_parent = cpu_parents.const_data_ptr<int64_t>(),
+                *old_class = cpu_classes.const_data_ptr<int64_t>();
   const int64_t root = find_root(op, old_parent, n);
   const Children children(old_parent, n);
 
@@ -230,40 +230,40 @@ LabelTreeNodes label_tree_balanced(const Tensor& order, int64_t arity) {
 
 LabelTreeNodes label_tree_huffman(const Tensor& counts, int64_t arity) {
   constexpr const char* op = "label_tree_huffman";
-  const Tensor plain = counts_of(op, counts);
+  const Tensor cpu_counts = counts_of(op, counts);
   check_arity(op, arity);
-  const double* count = plain.const_data_ptr<double>();
-  const int64_t n = plain.size(0);
+  const double* count = cpu_counts.const_data_ptr<double>();
+  const int64_t n = cpu_counts.size(0);
   // Subtrees 0 .. N - 1 are the classes; higher numbers are merged subtrees.
   using Subtree = std::pair<double, int64_t>;
   std::priority_queue<Subtree, std::vector<Subtree>, std::greater<>> open;
   for (int64_t c = 0; c < n; ++c) {
     open.emplace(count[c], c);
   }
-  std::vector<std::vector<int64_t>> joined;
+  std::vector<std::vector<int64_t>> merged;
   // The first merge takes fewer subtrees, so that all later nodes, including the root, are full.
-  int64_t take = n > 1 ? 2 + (n - 2) % (arity - 1) : 1;
+  int64_t merge_count = n > 1 ? 2 + (n - 2) % (arity - 1) : 1;
   while (open.size() > 1) {
     double sum = 0;
     std::vector<int64_t> members;
-    for (int64_t i = 0; i < take; ++i) {
+    for (int64_t i = 0; i < merge_count; ++i) {
       sum += open.top().first;
       members.push_back(open.top().second);
       open.pop();
     }
     std::reverse(members.begin(), members.end()); // most frequent first
-    open.emplace(sum, n + int64_t(joined.size()));
-    joined.push_back(std::move(members));
-    take = arity;
+    open.emplace(sum, n + int64_t(merged.size()));
+    merged.push_back(std::move(members));
+    merge_count = arity;
   }
-  Nodes nodes(n + int64_t(joined.size()));
+  Nodes nodes(n + int64_t(merged.size()));
   // (subtree, parent node)
   std::vector<std::pair<int64_t, int64_t>> subtrees{{open.top().second, -1}};
   for (size_t i = 0; i < subtrees.size(); ++i) {
-    const auto [subtree, above] = subtrees[i];
-    const int64_t node = nodes.add(above, subtree < n ? subtree : -1);
+    const auto [subtree, parent] = subtrees[i];
+    const int64_t node = nodes.add(parent, subtree < n ? subtree : -1);
     if (subtree >= n) {
-      for (const int64_t member : joined[subtree - n]) {
+      for (const int64_t member : merged[subtree - n]) {
         subtrees.emplace_back(member, node);
       }
     }
@@ -273,9 +273,9 @@ LabelTreeNodes label_tree_huffman(const Tensor& counts, int64_t arity) {
 
 LabelTreeNodes label_tree_equal_mass(const Tensor& counts, int64_t subsets) {
   constexpr const char* op = "label_tree_equal_mass";
-  const Tensor plain = counts_of(op, counts);
-  const double* count = plain.const_data_ptr<double>();
-  const int64_t n = plain.size(0);
+  const Tensor cpu_counts = counts_of(op, counts);
+  const double* count = cpu_counts.const_data_ptr<double>();
+  const int64_t n = cpu_counts.size(0);
   TORCH_CHECK_VALUE(subsets >= 1 && subsets <= n, op, ": expected subsets in [1, ", n, "], got ",
                     subsets);
   const double total = std::accumulate(count, count + n, 0.0);
@@ -287,12 +287,12 @@ LabelTreeNodes label_tree_equal_mass(const Tensor& counts, int64_t subsets) {
   for (int64_t s = 0; s < subsets; ++s) {
     const int64_t subset = nodes.add(0, -1),
                   left = subsets - s - 1; // subsets that still need at least one class
-    const double goal = total * double(s + 1) / double(subsets);
+    const double target_mass = total * double(s + 1) / double(subsets);
     do {
       sum += count[order[next]];
       nodes.add(subset, order[next++]);
       // A class that crosses the goal goes to the subset that holds the larger part of it.
-    } while (n - next > left && (left == 0 || sum + 0.5 * count[order[next]] <= goal));
+    } while (n - next > left && (left == 0 || sum + 0.5 * count[order[next]] <= target_mass));
   }
   return nodes.tensors();
 }
@@ -310,21 +310,22 @@ TreeTables::TreeTables(const char* op, at::TensorList tables) {
 
 void check_label_tree(at::TensorList tables) {
   const TreeTables tree("check_label_tree", tables);
-  const auto made = label_tree(tree.parent, tree.node_class);
-  const auto same = [](const Tensor& given, const Tensor& right) {
-    return given.scalar_type() == right.scalar_type() && at::equal(given.cpu(), right);
+  const auto expected = label_tree(tree.parent, tree.node_class);
+  const auto same = [](const Tensor& actual, const Tensor& right) {
+    return actual.scalar_type() == right.scalar_type() && at::equal(actual.cpu(), right);
   };
-  TORCH_CHECK_VALUE(
-      same(tree.first_child, std::get<0>(made)) && same(tree.parent, std::get<1>(made)) &&
-          same(tree.node_class, std::get<2>(made)) && same(tree.class_node, std::get<3>(made)),
-      "check_label_tree: expected a tree, got tables that contradict each other");
+  TORCH_CHECK_VALUE(same(tree.first_child, std::get<0>(expected)) &&
+                        same(tree.parent, std::get<1>(expected)) &&
+                        same(tree.node_class, std::get<2>(expected)) &&
+                        same(tree.class_node, std::get<3>(expected)),
+                    "check_label_tree: expected a tree, got tables that contradict each other");
 }
 
 Tensor label_tree_layers(const Tensor& first_child) {
   constexpr const char* op = "label_tree_layers";
-  const Tensor plain = ids_of(op, "first_child", first_child);
-  const int64_t nodes = plain.size(0) - 1;
-  const int64_t* first = plain.const_data_ptr<int64_t>();
+  const Tensor cpu_first_child = ids_of(op, "first_child", first_child);
+  const int64_t nodes = cpu_first_child.size(0) - 1;
+  const int64_t* first = cpu_first_child.const_data_ptr<int64_t>();
   std::vector<int64_t> sizes, groups;
   // Nodes are numbered breadth-first: a layer ends where the children of the layer above end.
   for (int64_t begin = 0, end = 1; end < nodes;) {
@@ -363,11 +364,11 @@ Tensor label_tree_path(const Tensor& class_node, const Tensor& parent, const Ten
     up.push_back(node);
   }
   std::reverse(up.begin(), up.end());
-  const Tensor path = at::stack(up, -1).narrow(-1, 0, depth), there = path.gt(0);
+  const Tensor path = at::stack(up, -1).narrow(-1, 0, depth), is_node = path.gt(0);
   // Paths of shallow leaves begin with -1: move these entries to the end.
-  const Tensor order =
-      there.logical_not().to(at::kChar).argsort(/*stable=*/true, /*dim=*/-1, /*descending=*/false);
-  return at::where(there, path, -1).gather(-1, order);
+  const Tensor order = is_node.logical_not().to(at::kChar).argsort(/*stable=*/true, /*dim=*/-1,
+                                                                   /*descending=*/false);
+  return at::where(is_node, path, -1).gather(-1, order);
 }
 
 Tensor label_tree_nodes(const Tensor& class_node, const Tensor& target, int64_t ignore_index) {

@@ -29,9 +29,9 @@ namespace {
 
 using at::Tensor;
 
-// label_tree_cuts lets each process finish alone if no process has more than kEven times the mean
-// work, or if there are at least kSegmentsOfPart segments per process.
-constexpr double kEven = 1.1;
+// label_tree_cuts lets each process finish alone if no process has more than kMaxImbalance times
+// the mean work, or if there are at least kSegmentsOfPart segments per process.
+constexpr double kMaxImbalance = 1.1;
 constexpr int64_t kSegmentsOfPart = 4;
 
 /// Returns the tree with classes in the given order.
@@ -39,14 +39,14 @@ LabelTreeNodes tree_of(const std::vector<ClusterNode>& nodes, std::span<const in
   const int64_t inner = int64_t(nodes.size()), all = inner + int64_t(order.size());
   const Tensor parents = at::empty({all}, at::kLong), classes = at::empty({all}, at::kLong);
   int64_t *parent = parents.mutable_data_ptr<int64_t>(),
-          *known = classes.mutable_data_ptr<int64_t>();
+          *class_ids = classes.mutable_data_ptr<int64_t>();
   for (int64_t v = 0; v < inner; ++v) {
     parent[v] = nodes[v].parent;
-    known[v] = -1;
+    class_ids[v] = -1;
     // Only clusters have leaves.
     for (int64_t i = nodes[v].begin; i < nodes[v].end && nodes[v].first == nodes[v].last; ++i) {
       parent[inner + i] = v;
-      known[inner + i] = order[i];
+      class_ids[inner + i] = order[i];
     }
   }
   return {parents, classes};
@@ -54,13 +54,14 @@ LabelTreeNodes tree_of(const std::vector<ClusterNode>& nodes, std::span<const in
 
 /// The segments of one process: the most expensive segment first goes to the process with the least
 /// work so far.
-struct Deal {
+struct WorkShare {
   std::vector<SiblingSegment> mine;
-  bool even; // whether all processes have about the same work
+  bool balanced; // whether all processes have about the same work
 };
 
-Deal dealt(std::span<const SiblingSegment> segments, const std::vector<ClusterNode>& nodes,
-           const SparseRowsView& vectors, const int32_t* order, int64_t part, int64_t parts) {
+WorkShare share_work(std::span<const SiblingSegment> segments,
+                     const std::vector<ClusterNode>& nodes, const SparseRowsView& vectors,
+                     const int32_t* order, int64_t part, int64_t parts) {
   std::vector<std::pair<int64_t, const SiblingSegment*>> tasks;
   int64_t total = 0;
   for (const SiblingSegment& segment : segments) {
@@ -78,22 +79,23 @@ Deal dealt(std::span<const SiblingSegment> segments, const std::vector<ClusterNo
   for (int64_t p = 0; p < std::min(parts, int64_t(segments.size())); ++p) {
     loads.push({0, p});
   }
-  Deal deal;
+  WorkShare work_share;
   int64_t largest = 0;
   for (const auto& [work, segment] : tasks) {
-    const auto [load, of] = loads.top();
+    const auto [load, process] = loads.top();
     loads.pop();
-    loads.push({load + work, of});
+    loads.push({load + work, process});
     largest = std::max(largest, load + work);
-    if (of == part) {
-      deal.mine.push_back(*segment);
+    if (process == part) {
+      work_share.mine.push_back(*segment);
     }
   }
-  deal.even = double(largest) * double(parts) <= kEven * double(total);
-  return deal;
+  work_share.balanced = double(largest) * double(parts) <= kMaxImbalance * double(total);
+  return work_share;
 }
 
-Cutting checked_cutting(const char* op, const Tensor& seed, int64_t iterations, bool spherical) {
+ClusterOptions checked_cluster_options(const char* op, const Tensor& seed, int64_t iterations,
+                                       bool spherical) {
   check::dim(op, "seed", seed, 0);
   check::int64(op, "seed", seed);
   TORCH_CHECK_VALUE(iterations >= 1, op, ": expected iterations of at least 1, got ", iterations);
@@ -160,7 +162,7 @@ LabelTreeNodes label_tree_clusters(const Tensor& seed, const Tensor& offsets, co
                                    const Tensor& values, int64_t features, int64_t arity,
                                    int64_t max_leaf_size, int64_t iterations, bool spherical) {
   constexpr const char* op = "label_tree_clusters";
-  const Cutting cutting = checked_cutting(op, seed, iterations, spherical);
+  const ClusterOptions cluster_options = checked_cluster_options(op, seed, iterations, spherical);
   const Tensor offset = offsets.contiguous(), column = columns.contiguous(),
                value = values.contiguous();
   check_features(op, features);
@@ -170,7 +172,8 @@ LabelTreeNodes label_tree_clusters(const Tensor& seed, const Tensor& offsets, co
       checked_shape(op, "vectors", vectors.count, arity, max_leaf_size);
   std::vector<int32_t> order(vectors.count);
   std::iota(order.begin(), order.end(), int32_t(0));
-  cut_segments(op, vectors, nodes, cutting, segments_after(0, nodes), kAllCuts, order.data());
+  cut_segments(op, vectors, nodes, cluster_options, segments_after(0, nodes), kAllCuts,
+               order.data());
   return tree_of(nodes, order);
 }
 
@@ -180,7 +183,7 @@ std::tuple<Tensor, Tensor> label_tree_cuts(const Tensor& seed, at::TensorList ve
   constexpr const char* op = "label_tree_cuts";
   const auto [arity, iterations, max_leaf_size, spherical] =
       parse_options<TreeFromVectors>(op, options);
-  const Cutting cutting = checked_cutting(op, seed, iterations, spherical);
+  const ClusterOptions cluster_options = checked_cluster_options(op, seed, iterations, spherical);
   TORCH_CHECK_VALUE(vectors.size() == 3, op,
                     ": expected vectors as 3 tensors, offsets, columns and values, got ",
                     vectors.size());
@@ -196,28 +199,29 @@ std::tuple<Tensor, Tensor> label_tree_cuts(const Tensor& seed, at::TensorList ve
   TORCH_CHECK_VALUE(cuts >= 0, op, ": expected cuts of at least 0, got ", cuts);
 
   const std::vector<SiblingSegment> segments = segments_after(cuts, nodes);
-  const Tensor made = order.contiguous().clone();
-  int32_t* ids = made.mutable_data_ptr<int32_t>();
-  const Deal deal = dealt(segments, nodes, rows, ids, part, parts);
-  for (const SiblingSegment& segment : deal.mine) {
+  const Tensor new_order = order.contiguous().clone();
+  int32_t* ids = new_order.mutable_data_ptr<int32_t>();
+  const WorkShare work_share = share_work(segments, nodes, rows, ids, part, parts);
+  for (const SiblingSegment& segment : work_share.mine) {
     check_rows(op, rows, {ids + nodes[segment.low].begin, ids + nodes[segment.high - 1].end});
   }
-  const bool to_the_end = deal.even || int64_t(segments.size()) / kSegmentsOfPart >= parts;
-  cut_segments(op, rows, nodes, cutting, deal.mine, to_the_end ? kAllCuts : cuts + 1, ids);
+  const bool cuts_all = work_share.balanced || int64_t(segments.size()) / kSegmentsOfPart >= parts;
+  cut_segments(op, rows, nodes, cluster_options, work_share.mine, cuts_all ? kAllCuts : cuts + 1,
+               ids);
   // Part 0 also returns the classes that need no more cuts.
-  const Tensor share = part == 0 ? made.clone() : at::zeros_like(made);
-  const auto places = [&](const Tensor& of, const SiblingSegment& segment) {
-    return of.slice(0, nodes[segment.low].begin, nodes[segment.high - 1].end);
+  const Tensor share = part == 0 ? new_order.clone() : at::zeros_like(new_order);
+  const auto slice_of = [&](const Tensor& tensor, const SiblingSegment& segment) {
+    return tensor.slice(0, nodes[segment.low].begin, nodes[segment.high - 1].end);
   };
   if (part == 0) {
     for (const SiblingSegment& segment : segments) {
-      places(share, segment).zero_();
+      slice_of(share, segment).zero_();
     }
   }
-  for (const SiblingSegment& segment : deal.mine) {
-    places(share, segment).copy_(places(made, segment));
+  for (const SiblingSegment& segment : work_share.mine) {
+    slice_of(share, segment).copy_(slice_of(new_order, segment));
   }
-  return {share, at::scalar_tensor(to_the_end ? -1 : cuts + 1, at::kLong)};
+  return {share, at::scalar_tensor(cuts_all ? -1 : cuts + 1, at::kLong)};
 }
 
 LabelTreeNodes label_tree_of_clusters(const Tensor& order, int64_t arity, int64_t max_leaf_size) {

@@ -154,15 +154,15 @@ class SmallKmeans {
     }
     for (int64_t k = 0; k < clusters_; ++k) {
       if (count_[k] == 0) {
-        int64_t far = 0;
+        int64_t farthest = 0;
         double largest = -1;
         for (int64_t i = 0; i < n; ++i) {
           const double d = squared_distance(id[i], cluster_[i]);
-          far = d > largest ? i : far;
+          farthest = d > largest ? i : farthest;
           largest = std::max(d, largest);
         }
-        std::copy_n(row(id[far]), width_, centroid(k));
-        cluster_[far] = k; // so that it is not taken again
+        std::copy_n(row(id[farthest]), width_, centroid(k));
+        cluster_[farthest] = k; // so that it is not taken again
       }
       set_half_square(k);
     }

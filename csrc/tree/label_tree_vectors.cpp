@@ -28,11 +28,11 @@ LabelTreeNodes label_tree_from_vectors(const Tensor& seed, const Tensor& vectors
     return label_tree_balanced(
         label_tree_kmeans_order(seed, vectors.detach().cpu(), arity, iterations), arity);
   }
-  const Tensor rows = vectors.detach().to(at::kCPU, at::kFloat), there = rows.ne(0),
-               places = there.nonzero();
-  const Tensor offsets = at::cat({at::zeros({1}, places.options()), there.sum(1).cumsum(0)});
+  const Tensor rows = vectors.detach().to(at::kCPU, at::kFloat), is_nonzero = rows.ne(0),
+               places = is_nonzero.nonzero();
+  const Tensor offsets = at::cat({at::zeros({1}, places.options()), is_nonzero.sum(1).cumsum(0)});
   return label_tree_clusters(seed, offsets, places.select(1, 1).to(at::kInt),
-                             rows.masked_select(there), rows.size(1), arity, max_leaf_size,
+                             rows.masked_select(is_nonzero), rows.size(1), arity, max_leaf_size,
                              iterations, spherical);
 }
 

@@ -41,13 +41,13 @@ class SiblingPaths {
 
   int64_t width() const { return width_; }
 
-  void find(int64_t query, SiblingPath& way) const {
+  void find(int64_t query, SiblingPath& path) const {
     const int64_t *first = first_child_.const_data_ptr<int64_t>(),
                   *parent = parent_.const_data_ptr<int64_t>();
-    way.edges.clear();
-    way.columns.clear();
-    way.targets.clear();
-    way.starts.assign(1, 0);
+    path.edges.clear();
+    path.columns.clear();
+    path.targets.clear();
+    path.starts.assign(1, 0);
     int64_t node = nodes_.const_data_ptr<int64_t>()[query];
     for (int64_t l = int64_t(begins_.size()) - 1; l >= 0 && node > 0; --l) {
       if (node < begins_[l]) {
@@ -59,12 +59,12 @@ class SiblingPaths {
                             end - begin <= groups_[l],
                         op_, ": expected node ", node, " among at most ", groups_[l],
                         " children of node ", above, ", got ", begin, " .. ", end - 1);
-      way.targets.push_back(node - begin);
+      path.targets.push_back(node - begin);
       for (int64_t child = begin; child < end; ++child) {
-        way.edges.push_back(child - 1);
-        way.columns.push_back(columns_[l] + child - begin);
+        path.edges.push_back(child - 1);
+        path.columns.push_back(columns_[l] + child - begin);
       }
-      way.starts.push_back(int64_t(way.edges.size()));
+      path.starts.push_back(int64_t(path.edges.size()));
       node = above;
     }
     TORCH_CHECK_VALUE(node == 0, op_,

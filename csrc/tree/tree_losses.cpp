@@ -151,15 +151,16 @@ Tensor tree_cross_entropy(const Tensor& input, const Tensor& weight, const Optio
   const Batch batch(op, input, target, weight, bias, tree, class_weight, options.ignore_index);
   const bool low = weight.scalar_type() == at::kHalf || weight.scalar_type() == at::kBFloat16;
   const auto whole = [&](const Tensor& tensor) { return low ? tensor.to(at::kFloat) : tensor; };
-  const auto along = [&](const Tensor& rows) {
+  const auto gather_path = [&](const Tensor& rows) {
     return tree_class_scores(whole(rows), tree.parent, tree.class_node, layer_sizes, 0);
   };
   const int64_t reduction = reduction_code(op, options.reduction);
   CrossEntropyOptions exact;
   static_cast<ReductionOptions&>(exact) = options;
-  const Tensor loss = linear_cross_entropy(whole(batch.queries), along(weight),
-                                           given(bias) ? OptionalTensor(along(*bias)) : bias,
-                                           batch.target, class_weight, exact);
+  const Tensor loss =
+      linear_cross_entropy(whole(batch.queries), gather_path(weight),
+                           is_defined(bias) ? OptionalTensor(gather_path(*bias)) : bias,
+                           batch.target, class_weight, exact);
   return reduction == at::Reduction::None ? loss.reshape_symint(target.sym_sizes()) : loss;
 }
 
@@ -188,7 +189,7 @@ Tensor beam_tree_candidates(const OptionalTensor& seed, const Tensor& queries, c
                beam_search(queries, weight, bias, tree.first_child, tree.node_class, options.beam))
         .narrow(1, 0, options.num_candidates);
   }
-  TORCH_CHECK_VALUE(given(seed), op, ": expected a seed of routed candidates, got none");
+  TORCH_CHECK_VALUE(is_defined(seed), op, ": expected a seed of routed candidates, got none");
   check_layer_sizes(op, layer_sizes, weight.sym_size(0));
   TORCH_CHECK_VALUE(layer_sizes.size() == 2, op,
                     ": expected a tree of one layer of subsets of routed candidates, got ",
@@ -198,7 +199,7 @@ Tensor beam_tree_candidates(const OptionalTensor& seed, const Tensor& queries, c
   };
   const auto dtype = opmath_dtype(weight.scalar_type());
   Tensor scores = wide_product(queries.detach(), subsets(weight).t(), dtype);
-  scores = given(bias) ? scores + subsets(*bias).to(dtype) : scores;
+  scores = is_defined(bias) ? scores + subsets(*bias).to(dtype) : scores;
   return tree_routed_candidates(*seed, scores, tree.first_child, tree.node_class,
                                 options.num_candidates);
 }

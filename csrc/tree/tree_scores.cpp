@@ -68,7 +68,7 @@ class TreeScores : public torch::autograd::Function<TreeScores> {
     ctx->saved_data["layer_sizes"] = layer_sizes.vec();
     ctx->saved_data["differences_only"] = differences_only;
     ctx->saved_data["sparse_grad"] = sparse_grad;
-    ctx->saved_data["has_bias"] = given(bias);
+    ctx->saved_data["has_bias"] = is_defined(bias);
     return tree_scores(input, weight, bias, parent, nodes, layer_sizes, differences_only,
                        sparse_grad);
   }
@@ -90,7 +90,7 @@ class TreeScores : public torch::autograd::Function<TreeScores> {
 Tensor tree_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                             const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
                             bool differences_only, std::optional<bool> sparse_grad) {
-  check::given_tensors(
+  check::strided_tensors(
       kOp, {{"input", &input}, {"weight", &weight}, {"parent", &parent}, {"nodes", &nodes}});
   register_row_tables(sparse_grad, weight, bias);
   return TreeScores::apply(input, weight, bias, parent, nodes, layer_sizes, differences_only,
@@ -101,7 +101,8 @@ Tensor tree_scores_autocast(const Tensor& input, const Tensor& weight, const Opt
                             const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
                             bool differences_only, std::optional<bool> sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
+  const OptionalTensor same =
+      is_defined(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return tree_scores(input.to(weight.scalar_type()), weight, same, parent, nodes, layer_sizes,
                      differences_only, sparse_grad);
 }
@@ -215,7 +216,7 @@ c10::SymInt edge_rows(const c10::SymInt& paths, at::IntArrayRef layer_sizes) {
 Tensor all_edge_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   const auto dtype = opmath_dtype(input.scalar_type());
   const Tensor scores = at::mm(input.to(dtype), weight.to(dtype).t());
-  return given(bias) ? scores + bias->to(dtype) : scores;
+  return is_defined(bias) ? scores + bias->to(dtype) : scores;
 }
 
 Tensor tree_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -313,7 +314,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 
 XSOFTMAX_AUTOCAST(m) {
   m.impl("tree_scores", tree_scores_autocast);
-  below_autocast(m, {"tree_scores_backward"});
+  disable_autocast(m, {"tree_scores_backward"});
 }
 
 } // namespace xsoftmax

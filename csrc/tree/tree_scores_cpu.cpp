@@ -62,10 +62,10 @@ class Paths {
       nodes_[kept++] = nodes_[begin];
     }
     nodes_.resize(kept);
-    above_.resize(kept);
+    parent_index_.resize(kept);
     edges_.clear();
     for (size_t i = 0; i < kept; ++i) {
-      above_[i] = position(up(nodes_[i]));
+      parent_index_[i] = position(up(nodes_[i]));
       if (counted_[i]) {
         edges_.push_back(nodes_[i] - 1);
       }
@@ -83,7 +83,8 @@ class Paths {
               std::vector<A>& sums) const {
     sums.resize(nodes_.size());
     for (size_t i = 0, e = 0; i < nodes_.size(); ++i) {
-      sums[i] = (counted_[i] ? edge_scores[e++] : A(0)) + (above_[i] < 0 ? A(0) : sums[above_[i]]);
+      sums[i] = (counted_[i] ? edge_scores[e++] : A(0)) +
+          (parent_index_[i] < 0 ? A(0) : sums[parent_index_[i]]);
     }
     for (int64_t p = 0; p < count; ++p) {
       scores[p] = nodes[p] == 0 ? A(0) : sums[position(nodes[p])];
@@ -105,8 +106,8 @@ class Paths {
       if (counted_[i]) {
         edge_grad[--e] = sums[i];
       }
-      if (above_[i] >= 0) {
-        sums[above_[i]] += sums[i];
+      if (parent_index_[i] >= 0) {
+        sums[parent_index_[i]] += sums[i];
       }
     }
   }
@@ -123,7 +124,7 @@ class Paths {
   const int64_t* parent_;
   const bool differences_only_;
   std::vector<int64_t> ends_; // end of each layer, starting with the root's
-  std::vector<int64_t> nodes_, above_, edges_;
+  std::vector<int64_t> nodes_, parent_index_, edges_;
   std::vector<char> counted_;
 };
 
@@ -145,8 +146,8 @@ struct Tree {
   template <typename Function>
   void for_queries(const char* op, Function&& each) const {
     at::parallel_for(0, nodes.size(0), kQueriesPerTask, [&](int64_t first, int64_t last) {
-      Paths of_query(op, parent.const_data_ptr<int64_t>(), layer_sizes, differences_only);
-      each(of_query, first, last);
+      Paths query_paths(op, parent.const_data_ptr<int64_t>(), layer_sizes, differences_only);
+      each(query_paths, first, last);
     });
   }
 
@@ -165,7 +166,7 @@ Tensor tree_scores_cpu(const Tensor& input, const Tensor& weight, const Optional
   }
   const int64_t features = input.size(1);
   const Tensor query = input.contiguous(), table = with_unit_column_stride(weight),
-               bias_row = given(bias) ? bias->contiguous() : Tensor();
+               bias_row = is_defined(bias) ? bias->contiguous() : Tensor();
   const Tensor scores =
       at::empty(nodes.sizes(), input.options().dtype(opmath_dtype(input.scalar_type())));
   dispatch_floating(input.scalar_type(), [&](auto zero) {

@@ -32,7 +32,7 @@ struct Paths {
   }
 
   // Returns the lowest common ancestor of two nodes, which may be one of them. -1 is no node.
-  __device__ int64_t common(int64_t a, int64_t b) const {
+  __device__ int64_t common_ancestor(int64_t a, int64_t b) const {
     if (a < 0 || b < 0) {
       return a < 0 ? b : a;
     }
@@ -44,14 +44,14 @@ struct Paths {
 
   // Returns, in every thread of the block, the lowest node on all paths of a query. The edges down
   // to it are those that all paths share.
-  __device__ int64_t common_to_all(int64_t query, int64_t* storage) const {
+  __device__ int64_t ancestor_of_all(int64_t query, int64_t* storage) const {
     int64_t mine = -1;
     for (int64_t p = threadIdx.x; p < paths; p += blockDim.x) {
-      mine = common(mine, node(query, p));
+      mine = common_ancestor(mine, node(query, p));
     }
     return block_reduce(mine, int64_t(-1), storage, [&](int64_t value) {
       for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-        value = common(value, __shfl_xor_sync(kAllLanes, value, distance));
+        value = common_ancestor(value, __shfl_xor_sync(kAllLanes, value, distance));
       }
       return value;
     });
@@ -66,7 +66,7 @@ __global__ void tree_scores_kernel(at::opmath_type<T>* scores, const T* input, E
   using opmath = at::opmath_type<T>;
   __shared__ int64_t storage[kWarp];
   for (int64_t query = blockIdx.x; query < paths.queries; query += gridDim.x) {
-    const int64_t top = differences_only ? paths.common_to_all(query, storage) : 0;
+    const int64_t top = differences_only ? paths.ancestor_of_all(query, storage) : 0;
     for (int64_t p = threadIdx.x / kWarp; p < paths.paths; p += blockDim.x / kWarp) {
       opmath sum = 0; // over the rows of this lane
       int64_t length = 0;
@@ -95,17 +95,17 @@ __global__ void tree_scores_kernel(at::opmath_type<T>* scores, const T* input, E
   }
 }
 
-// One block per query. Writes the edges of its paths, [layers, paths] from the top down, `none`
+// One block per query. Writes the edges of its paths, [layers, paths] from the top down, `no_edge`
 // where there is none. The gradient of an edge is at the first path that holds it; other paths have
 // 0.
 template <typename opmath>
 __global__ void path_edges_kernel(int64_t* edges, opmath* coefficient, const opmath* grad,
-                                  Paths paths, bool differences_only, int64_t none) {
+                                  Paths paths, bool differences_only, int64_t no_edge) {
   __shared__ int64_t storage[kWarp];
   const int64_t count = paths.paths, all = count * paths.layers;
   for (int64_t query = blockIdx.x; query < paths.queries; query += gridDim.x) {
-    const int64_t top = differences_only ? paths.common_to_all(query, storage) : 0;
-    int64_t* own = edges + query * all;
+    const int64_t top = differences_only ? paths.ancestor_of_all(query, storage) : 0;
+    int64_t* query_edges = edges + query * all;
     for (int64_t p = threadIdx.x; p < count; p += blockDim.x) {
       int64_t length = 0;
       for (int64_t node = paths.node(query, p); node != top;
@@ -114,23 +114,23 @@ __global__ void path_edges_kernel(int64_t* edges, opmath* coefficient, const opm
       }
       CUDA_KERNEL_ASSERT(length <= paths.layers);
       for (int64_t layer = paths.layers - 1; layer >= length; --layer) {
-        own[layer * count + p] = none;
+        query_edges[layer * count + p] = no_edge;
       }
       int64_t node = paths.node(query, p);
       for (int64_t layer = length - 1; layer >= 0; --layer) {
-        own[layer * count + p] = node - 1;
+        query_edges[layer * count + p] = node - 1;
         node = node_above(paths.parent, node);
       }
     }
     __syncthreads();
     for (int64_t i = threadIdx.x; i < all; i += blockDim.x) {
-      const int64_t edge = own[i], begin = i / count * count, p = i - begin;
-      opmath sum = edge == none ? opmath(0) : grad[query * count + p];
-      if (edge != none && count <= kComparedPaths) {
+      const int64_t edge = query_edges[i], begin = i / count * count, p = i - begin;
+      opmath sum = edge == no_edge ? opmath(0) : grad[query * count + p];
+      if (edge != no_edge && count <= kComparedPaths) {
         sum = 0;
         bool before = false;
         for (int64_t other = 0; other < count; ++other) {
-          const bool same = own[begin + other] == edge;
+          const bool same = query_edges[begin + other] == edge;
           before = before || (same && other < p);
           sum += same ? grad[query * count + other] : opmath(0);
         }
@@ -165,9 +165,9 @@ Tensor tree_scores_cuda(const Tensor& input, const Tensor& weight, const Optiona
     return scores;
   }
   const Tensor x = input.contiguous(), table = with_unit_column_stride(weight),
-               bias_row = given(bias) ? bias->contiguous() : Tensor();
-  const Tensor above = parent.contiguous(), leaves = nodes.contiguous();
-  const Paths paths = paths_of(above, leaves, layer_sizes);
+               bias_row = is_defined(bias) ? bias->contiguous() : Tensor();
+  const Tensor contiguous_parent = parent.contiguous(), leaves = nodes.contiguous();
+  const Paths paths = paths_of(contiguous_parent, leaves, layer_sizes);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, input.scalar_type(), "tree_scores_cuda", [&] {
         const EdgeTable<scalar_t> edges(table, bias_row);
@@ -197,10 +197,10 @@ RowGradients tree_scores_backward_cuda(const Tensor& grad, const Tensor& input,
                                           differences_only, output_mask);
   }
   const auto [want_input, want_weight, want_bias] = output_mask;
-  const Tensor above = parent.contiguous(), leaves = nodes.contiguous(),
+  const Tensor contiguous_parent = parent.contiguous(), leaves = nodes.contiguous(),
                scores_grad = grad.contiguous();
-  const Paths paths = paths_of(above, leaves, layer_sizes);
-  const int64_t none = weight.size(0);
+  const Paths paths = paths_of(contiguous_parent, leaves, layer_sizes);
+  const int64_t no_edge = weight.size(0);
   const Tensor edges = at::empty({paths.queries, paths.layers * paths.paths}, nodes.options()),
                coefficient = at::empty(edges.sizes(), grad.options());
   if (edges.numel() > 0) {
@@ -208,11 +208,11 @@ RowGradients tree_scores_backward_cuda(const Tensor& grad, const Tensor& input,
       path_edges_kernel<scalar_t>
           <<<grid_size(paths.queries, 1), kThreads / 2, 0, c10::cuda::getCurrentCUDAStream()>>>(
               edges.mutable_data_ptr<int64_t>(), coefficient.mutable_data_ptr<scalar_t>(),
-              scores_grad.const_data_ptr<scalar_t>(), paths, differences_only, none);
+              scores_grad.const_data_ptr<scalar_t>(), paths, differences_only, no_edge);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
   }
-  const CudaPairs pairs{edges, Tensor(), paths.queries, none};
+  const CudaPairs pairs{edges, Tensor(), paths.queries, no_edge};
   Tensor grad_input = input.new_empty({0, input.size(1)});
   if (want_input) {
     grad_input =

@@ -47,9 +47,9 @@ struct MidxCellTables {
     int64_t found = 0, left = size(cell) - 1;
     while (left > 0) {
       const int64_t half = left / 2;
-      const bool beyond = first[found + half] > weight;
-      found += beyond ? 0 : half + 1;
-      left = beyond ? half : left - half - 1;
+      const bool past_target = first[found + half] > weight;
+      found += past_target ? 0 : half + 1;
+      left = past_target ? half : left - half - 1;
     }
     return found;
   }

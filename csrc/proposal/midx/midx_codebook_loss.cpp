@@ -57,7 +57,7 @@ Tensor midx_codebook_loss(const Tensor& codewords1, const Tensor& codewords2, co
   const bool residual = check_codebooks(op, codewords1, codewords2, rows.sym_size(1));
   check::same_dtype(op, "rows", rows, "codewords1", codewords1);
   check::same_device(op, "rows", rows, "codewords1", codewords1);
-  if (given(bias)) {
+  if (is_defined(bias)) {
     check::dim(op, "bias", *bias, 1);
     check::size(op, "bias", *bias, 0, rows.sym_size(0), "the rows of rows");
     check::same_dtype(op, "bias", *bias, "rows", rows);
@@ -85,6 +85,6 @@ XSOFTMAX_OPERATORS(m) {
       midx_codebook_loss);
 }
 
-XSOFTMAX_AUTOCAST(m) { below_autocast(m, {"midx_codebook_loss"}); }
+XSOFTMAX_AUTOCAST(m) { disable_autocast(m, {"midx_codebook_loss"}); }
 
 } // namespace xsoftmax

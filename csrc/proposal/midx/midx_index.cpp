@@ -41,8 +41,8 @@ MidxCells midx_cells_meta(const Tensor& cell, const OptionalTensor& log_weight, 
   const int64_t cells = codewords * codewords;
   return {at::empty_symint({num_drawn}, longs), at::empty({cells + 1}, longs),
           at::empty({codewords, codewords}, doubles),
-          at::empty_symint({given(log_weight) ? num_drawn : c10::SymInt(0)}, doubles),
-          at::empty({given(log_weight) ? cells : 0}, doubles)};
+          at::empty_symint({is_defined(log_weight) ? num_drawn : c10::SymInt(0)}, doubles),
+          at::empty({is_defined(log_weight) ? cells : 0}, doubles)};
 }
 
 } // namespace
@@ -54,8 +54,8 @@ std::vector<Tensor> MidxFamily::make(const Tensor& is_drawn, int64_t dim,
   const auto floats = is_drawn.options().dtype(at::kFloat), doubles = floats.dtype(at::kDouble);
   const bool residual = options.kind == "rq", weighted = options.weighted();
   const int64_t k = options.codewords;
-  const auto table = [&](bool is_there, at::IntArrayRef size, const at::TensorOptions& dtype) {
-    return is_there ? table_zeros(size, dtype) : at::empty({0}, dtype);
+  const auto table = [&](bool exists, at::IntArrayRef size, const at::TensorOptions& dtype) {
+    return exists ? table_zeros(size, dtype) : at::empty({0}, dtype);
   };
   const Tensor cell = table_zeros({num_classes}, floats.dtype(at::kInt)).copy_(is_drawn).sub_(1);
   const Tensor log_weight = table(weighted, {num_classes}, floats);
@@ -139,8 +139,8 @@ MidxIndex::MidxIndex(const char* op, at::TensorList index, const MidxOptions& op
     : residual(options.kind == "rq") {
   const bool two_more = options.form == "spread" || options.form == "exact";
   check_index_size(op, index, two_more ? 14 : 12);
-  const auto where = [](bool is_there, const Tensor& table) {
-    return is_there ? OptionalTensor(table) : std::nullopt;
+  const auto where = [](bool exists, const Tensor& table) {
+    return exists ? OptionalTensor(table) : std::nullopt;
   };
   const bool weighted = options.weighted(), exact = options.form == "exact";
   codewords1 = index[0], codewords2 = index[1], cell = index[2], order = index[3], start = index[4],
@@ -189,17 +189,17 @@ MidxIndex::MidxIndex(const char* op, at::TensorList index, const MidxOptions& op
     check_table("prefix", *prefix, at::kDouble, {drawn});
     check_table("heaviest", *heaviest, at::kDouble, {k * k});
   }
-  if (given(touched)) {
+  if (is_defined(touched)) {
     check_table("touched", *touched, at::kBool, {classes});
   }
-  if (given(spread)) {
+  if (is_defined(spread)) {
     check_table("spread", *spread, at::kFloat, {classes});
     check_table("query_square", *query_square, at::kDouble, {});
   }
-  if (given(table)) {
+  if (is_defined(table)) {
     check_table("table", *table, at::kFloat, {classes, dim});
   }
-  if (given(table_bias)) {
+  if (is_defined(table_bias)) {
     check_table("table_bias", *table_bias, at::kFloat, {classes});
   }
   check_recent(op, recent);
@@ -215,7 +215,7 @@ void check_midx_cells(const Tensor& cell, const OptionalTensor& log_weight, int6
                     ": expected codewords in [1, ", kMaxCodewords, "], got ", codewords);
   TORCH_CHECK_VALUE(num_drawn >= 0 && num_drawn <= cell.sym_size(0), op,
                     ": expected num_drawn in [0, ", cell.sym_size(0), "], got ", num_drawn);
-  if (given(log_weight)) {
+  if (is_defined(log_weight)) {
     check::dim(op, "log_weight", *log_weight, 1);
     check::size(op, "log_weight", *log_weight, 0, cell.sym_size(0), "the size of cell");
     check::dtype(op, "log_weight", *log_weight, at::kFloat);
@@ -236,12 +236,15 @@ MidxCodes midx_encode_reference(const Tensor& rows, const Tensor& codewords1,
       return (at::mm(part, codewords.t()) - 0.5 * codewords.square().sum(1)).argmax(1);
     };
     const Tensor part1 = residual ? x : x.narrow(1, 0, codewords1.size(1));
-    const Tensor k1 = nearest(part1, codewords1), rest1 = part1 - codewords1.index_select(0, k1);
-    const Tensor part2 = residual ? rest1 : x.narrow(1, codewords1.size(1), codewords2.size(1));
-    const Tensor k2 = nearest(part2, codewords2), rest2 = part2 - codewords2.index_select(0, k2);
+    const Tensor k1 = nearest(part1, codewords1),
+                 remainder1 = part1 - codewords1.index_select(0, k1);
+    const Tensor part2 =
+        residual ? remainder1 : x.narrow(1, codewords1.size(1), codewords2.size(1));
+    const Tensor k2 = nearest(part2, codewords2),
+                 remainder2 = part2 - codewords2.index_select(0, k2);
     cells.push_back((k1 * codewords1.size(0) + k2).to(at::kInt));
-    errors.push_back(residual ? rest2.square().sum(1)
-                              : rest1.square().sum(1) + rest2.square().sum(1));
+    errors.push_back(residual ? remainder2.square().sum(1)
+                              : remainder1.square().sum(1) + remainder2.square().sum(1));
   }
   return {at::cat(cells), at::cat(errors)};
 }
@@ -262,7 +265,7 @@ MidxCells midx_cells_reference(const Tensor& cell, const OptionalTensor& log_wei
   const Tensor count =
       at::zeros({cells}, cell_of.options()).index_add(0, cell_of, at::ones_like(cell_of));
   const Tensor start = at::cat({at::zeros({1}, count.options()), count.cumsum(0)});
-  if (!given(log_weight)) {
+  if (!is_defined(log_weight)) {
     return {order, start, count.to(at::kDouble).view({codewords, codewords}),
             at::empty({0}, doubles), at::empty({0}, doubles)};
   }
@@ -322,7 +325,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
 
 XSOFTMAX_AUTOCAST(m) {
   AdaptiveFamily<MidxFamily>::under_autocast(m);
-  below_autocast(m, {"midx_encode", "midx_cells"});
+  disable_autocast(m, {"midx_encode", "midx_cells"});
 }
 
 } // namespace xsoftmax

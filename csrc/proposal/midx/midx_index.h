@@ -79,7 +79,7 @@ struct MidxFamily {
   using Index = MidxIndex;
   // midx_index.cpp
   static void check_options(const char* op, const MidxOptions& options);
-  static int64_t least_dim(const MidxOptions& options) { return options.kind == "pq" ? 2 : 1; }
+  static int64_t min_dim(const MidxOptions& options) { return options.kind == "pq" ? 2 : 1; }
   static std::vector<at::Tensor> make(const at::Tensor& is_drawn, int64_t dim,
                                       const MidxOptions& options);
   // midx_refresh.cpp
@@ -89,17 +89,17 @@ struct MidxFamily {
   static std::vector<at::Tensor> gained(const OptionalTensor& rows, const OptionalTensor& bias,
                                         int64_t added, const MidxIndex& index,
                                         const MidxOptions& options);
-  static void leave_out(MidxIndex& index, int64_t count);
+  static void exclude_last(MidxIndex& index, int64_t count);
   static at::Tensor refresh(const char* op, const ClassTable& table, const MidxIndex& index,
                             const MidxOptions& options,
                             const std::optional<at::Generator>& generator);
-  static void between_refreshes(const char* op, const at::Tensor& weight,
-                                const OptionalTensor& bias, const MidxIndex& index,
-                                const MidxOptions& options);
+  static void update_between_refreshes(const char* op, const at::Tensor& weight,
+                                       const OptionalTensor& bias, const MidxIndex& index,
+                                       const MidxOptions& options);
   // midx_index_cuda.cu
-  static void between_refreshes_cuda(const char* op, const at::Tensor& weight,
-                                     const OptionalTensor& bias, const MidxIndex& index,
-                                     const MidxOptions& options);
+  static void update_between_refreshes_cuda(const char* op, const at::Tensor& weight,
+                                            const OptionalTensor& bias, const MidxIndex& index,
+                                            const MidxOptions& options);
   // midx_sample.cpp
   /// The reference covers draws with replacement.
   static bool has_reference(const MidxOptions& options) {

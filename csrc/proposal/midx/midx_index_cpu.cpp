@@ -81,19 +81,19 @@ MidxCells midx_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, i
   }
   const auto longs = cell.options().dtype(at::kLong), doubles = cell.options().dtype(at::kDouble);
   const int64_t cells = codewords * codewords;
-  const MidxCells made{table_empty({num_drawn}, longs), at::empty({cells + 1}, longs),
-                       at::empty({codewords, codewords}, doubles),
-                       table_empty({given(log_weight) ? num_drawn : 0}, doubles),
-                       at::empty({given(log_weight) ? cells : 0}, doubles)};
-  fill_cells_cpu(cell, log_weight, made);
-  return made;
+  const MidxCells tables{table_empty({num_drawn}, longs), at::empty({cells + 1}, longs),
+                         at::empty({codewords, codewords}, doubles),
+                         table_empty({is_defined(log_weight) ? num_drawn : 0}, doubles),
+                         at::empty({is_defined(log_weight) ? cells : 0}, doubles)};
+  fill_cells_cpu(cell, log_weight, tables);
+  return tables;
 }
 
 } // namespace
 
 // A stable counting sort by cell. Classes are counted in chunks, then placed, one thread per chunk.
-void fill_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, const MidxCells& made) {
-  const auto& [order, start, mass, prefix, heaviest] = made;
+void fill_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, const MidxCells& tables) {
+  const auto& [order, start, mass, prefix, heaviest] = tables;
   const int64_t n = cell.size(0), cells = mass.numel(),
                 chunks =
                     n < (1 << 16) ? 1 : std::clamp<int64_t>(n / cells, 1, at::get_num_threads());
@@ -144,7 +144,7 @@ void fill_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, const 
       }
     }
   });
-  if (!given(log_weight)) {
+  if (!is_defined(log_weight)) {
     return;
   }
   const Tensor log_weights = log_weight->contiguous();

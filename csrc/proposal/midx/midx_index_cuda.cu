@@ -72,9 +72,9 @@ __global__ void encode_kernel(int32_t* cell, float* error, const float* product1
     const Nearest second = warp_best(
         k, [&](int64_t i) { return product2[row * stride + i] - penalty2[first.place * k + i]; });
     if (lane() == 0) {
-      const float rest = square - 2 * (first.value + second.value);
+      const float remainder = square - 2 * (first.value + second.value);
       cell[row] = int32_t(first.place * k + second.place);
-      error[row] = rest < 0 ? 0.0f : rest; // keeps a NaN
+      error[row] = remainder < 0 ? 0.0f : remainder; // keeps a NaN
     }
   }
 }
@@ -149,13 +149,13 @@ __global__ void recode_kernel(int32_t* cell, float* spread, const bool* touched,
       const int32_t k1 =
           nearest(codewords1, half1, [&](int64_t d) { return float(part1[d]); }, width1);
       const float* c1 = codewords1 + k1 * width1;
-      const auto rest = [&](int64_t d) {
+      const auto remainder = [&](int64_t d) {
         return residual ? float(part2[d]) - c1[d] : float(part2[d]);
       };
-      const int32_t k2 = nearest(codewords2, half2, rest, width2);
+      const int32_t k2 = nearest(codewords2, half2, remainder, width2);
       float square = 0;
       for (int64_t d = lane(); d < width2; d += kWarp) {
-        const float difference = rest(d) - codewords2[k2 * width2 + d];
+        const float difference = remainder(d) - codewords2[k2 * width2 + d];
         square += difference * difference;
       }
       for (int64_t d = lane(); !residual && d < width1; d += kWarp) {
@@ -182,7 +182,7 @@ void recode(const Tensor& touched, const ClassTable& table, const MidxIndex& ind
   const Tensor first = index.codewords1.contiguous(), second = index.codewords2.contiguous();
   const Tensor half1 = 0.5 * first.square().sum(1), half2 = 0.5 * second.square().sum(1);
   const Tensor cell = index.cell.contiguous(),
-               spread = given(index.spread) ? index.spread->contiguous() : Tensor();
+               spread = is_defined(index.spread) ? index.spread->contiguous() : Tensor();
   const int64_t classes = cell.size(0);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, weight.scalar_type(), "midx_update_", [&] {
@@ -206,7 +206,7 @@ void recode(const Tensor& touched, const ClassTable& table, const MidxIndex& ind
     write_back(*index.spread, spread);
   }
   const OptionalTensor log_weight = midx_class_weights(table, index, index.spread);
-  if (given(log_weight)) {
+  if (is_defined(log_weight)) {
     index.log_weight->copy_(*log_weight);
   }
   rebuild_midx_layout(index);
@@ -216,7 +216,7 @@ void midx_update_cuda_(const Tensor& weight, const OptionalTensor& bias, const T
                        const Tensor& step, at::TensorList others, std::string_view text) {
   const MidxIndex index = checked_midx_update(weight, bias, rows, step, others, text);
   const c10::cuda::CUDAGuard guard(weight.device());
-  const ClassTable table(weight, bias, given(index.table));
+  const ClassTable table(weight, bias, is_defined(index.table));
   recode(at::zeros({weight.size(0)}, rows.options().dtype(at::kBool)).index_fill_(0, rows, true),
          table, index);
   midx_copy_table(table, index);
@@ -299,7 +299,7 @@ MidxCells midx_cells_cuda(const Tensor& cell, const OptionalTensor& log_weight, 
       start.mutable_data_ptr<int64_t>(), mass.mutable_data_ptr<double>(),
       sorted.const_data_ptr<int32_t>(), classes, num_drawn, cells);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  const bool weighted = given(log_weight);
+  const bool weighted = is_defined(log_weight);
   const Tensor prefix = at::empty({weighted ? num_drawn : 0}, doubles),
                heaviest = at::empty({weighted ? cells : 0}, doubles);
   if (weighted) {
@@ -348,22 +348,22 @@ void midx_note_cuda_(const Tensor& touched, const OptionalTensor& query_square, 
   check_midx_note(touched, query_square, step, queries, target, ids);
   const c10::cuda::CUDAGuard guard(queries.device());
   const at::AutoDispatchBelowADInplaceOrView below;
-  const Tensor targets = given(target) ? target->contiguous() : Tensor();
-  const bool some_count_not = targets.defined() && !(targets.dim() == 2 && targets.size(1) == 0);
-  if (given(query_square) && queries.size(0) > 0) {
+  const Tensor targets = is_defined(target) ? target->contiguous() : Tensor();
+  const bool has_targets = targets.defined() && !(targets.dim() == 2 && targets.size(1) == 0);
+  if (is_defined(query_square) && queries.size(0) > 0) {
     const Tensor square = queries.to(at::kDouble).square().sum(1);
     Tensor mean = square.mean();
-    if (some_count_not) { // NaN if all queries are ignored, which leaves query_square unchanged
+    if (has_targets) { // NaN if all queries are ignored, which leaves query_square unchanged
       const Tensor counts = (targets.dim() == 2 ? targets.select(1, 0) : targets).ge(0);
       mean = at::where(counts, square, 0.0).sum() / counts.sum();
     }
     query_square->copy_(midx_next_query_square(*query_square, mean, step));
   }
   if (touched.numel() > 0) {
-    const Tensor marks = touched.contiguous(), of_queries = some_count_not ? targets : Tensor();
-    mark(marks, ids, ids.dim() == 2 ? of_queries : Tensor());
-    if (some_count_not) {
-      mark(marks, targets, of_queries);
+    const Tensor marks = touched.contiguous(), query_targets = has_targets ? targets : Tensor();
+    mark(marks, ids, ids.dim() == 2 ? query_targets : Tensor());
+    if (has_targets) {
+      mark(marks, targets, query_targets);
     }
     if (!marks.is_same(touched)) {
       touched.copy_(marks);
@@ -373,15 +373,15 @@ void midx_note_cuda_(const Tensor& touched, const OptionalTensor& query_square, 
 
 } // namespace
 
-void MidxFamily::between_refreshes_cuda(const char*, const Tensor& weight,
-                                        const OptionalTensor& bias, const MidxIndex& index,
-                                        const MidxOptions& options) {
+void MidxFamily::update_between_refreshes_cuda(const char*, const Tensor& weight,
+                                               const OptionalTensor& bias, const MidxIndex& index,
+                                               const MidxOptions& options) {
   const c10::cuda::CUDAGuard guard(weight.device());
-  if (given(index.touched) && index.step.item<int64_t>() % options.update_every == 0) {
+  if (is_defined(index.touched) && index.step.item<int64_t>() % options.update_every == 0) {
     recode(index.touched->contiguous(), ClassTable(weight, bias, false), index);
     index.touched->zero_();
   }
-  if (given(index.table)) {
+  if (is_defined(index.table)) {
     midx_copy_table(ClassTable(weight, bias), index);
   }
 }

@@ -85,13 +85,13 @@ class MidxPrivateDraws {
                            : log_samples_ + log_q);
   }
 
-  // Returns the first k whose running sum exceeds `aim`.
-  int64_t search(double aim) const {
+  // Returns the first k whose running sum exceeds `target_sum`.
+  int64_t search(double target_sum) const {
     const double* sum = sum_.data();
     int64_t n = k_;
     while (n > 1) {
       const int64_t half = n / 2;
-      sum += sum[half - 1] > aim ? 0 : half;
+      sum += sum[half - 1] > target_sum ? 0 : half;
       n -= half;
     }
     return sum - sum_.data();
@@ -121,7 +121,7 @@ class MidxPrivateDraws {
     for (int64_t at = 0; at < samples_;) {
       const int64_t k1 = first_[draw_[at]], end = heads_[k1];
       const double* mass = tables_.mass + k1 * k_;
-      const double of_first = offset + row.first[k1];
+      const double first_term = offset + row.first[k1];
       total = 0;
       for (int64_t k = 0; k < k_; ++k) {
         sum_[k] = total += mass[k] * row.second_exp[k];
@@ -131,7 +131,7 @@ class MidxPrivateDraws {
         const int64_t k2 = search(bits_[j].second() * total);
         slots[j] = tables_.draw(k1 * k_ + k2, bits_[j].in_cell());
         checked_.prefetch_class(slots[j]);
-        log_count[j] = float(of_first + row.second[k2]);
+        log_count[j] = float(first_term + row.second[k2]);
       }
     }
   }

@@ -33,7 +33,7 @@ struct CheckedMidxIndex {
       : index(index), order(index.order.contiguous()), start(index.start.contiguous()),
         mass(index.mass.contiguous()), cell(index.cell.contiguous()),
         codewords(index.codewords1.size(0)), products(input, index) {
-    const bool weighted = given(index.log_weight);
+    const bool weighted = is_defined(index.log_weight);
     if (weighted) {
       log_weight = index.log_weight->contiguous();
       prefix = index.prefix->contiguous();

@@ -8,8 +8,8 @@ namespace {
 template <typename T>
 double potentials(double* __restrict score, double* __restrict exp, const T* __restrict product,
                   int64_t k, double range) {
-  double best_of_both = 0;
-  for (int64_t book = 0; book < 2; ++book, score += k, exp += k, product += k) {
+  double max_sum = 0;
+  for (int64_t codebook = 0; codebook < 2; ++codebook, score += k, exp += k, product += k) {
     auto key = ordered(-T(__builtin_inf()));
     for (int64_t i = 0; i < k; ++i) {
       const auto other = ordered(product[i]);
@@ -21,9 +21,9 @@ double potentials(double* __restrict score, double* __restrict exp, const T* __r
       score[i] = kept;
       exp[i] = exponential(kept - best);
     }
-    best_of_both += best;
+    max_sum += best;
   }
-  return best_of_both;
+  return max_sum;
 }
 
 double normalize(double* probability, const double* weight, const double* __restrict exp,

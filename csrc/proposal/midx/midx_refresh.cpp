@@ -37,15 +37,15 @@ using at::Tensor;
 Tensor raw_log_weights(const ClassTable& table, const MidxIndex& index,
                        const OptionalTensor& spread) {
   const Tensor value =
-      given(table.bias) ? table.bias->to(at::kFloat) : at::zeros_like(*index.log_weight);
-  return given(spread) ? value +
+      is_defined(table.bias) ? table.bias->to(at::kFloat) : at::zeros_like(*index.log_weight);
+  return is_defined(spread) ? value +
           *spread * (*index.query_square / (2.0 * double(table.weight.size(1)))).to(at::kFloat)
-                       : value;
+                            : value;
 }
 
 OptionalTensor finite_class_weights(const char* op, const ClassTable& table, const MidxIndex& index,
                                     const OptionalTensor& spread) {
-  if (given(index.log_weight)) {
+  if (is_defined(index.log_weight)) {
     TORCH_CHECK_VALUE(raw_log_weights(table, index, spread).isfinite().all().item<bool>(), op,
                       ": expected spread with finite values, got an infinity or NaN");
   }
@@ -79,9 +79,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> midx_codebooks(const Tensor& seed, co
       kmeans(seed, residual ? rows : rows.narrow(1, 0, width1), k, iterations, init(codewords1));
   Tensor remainder;
   if (residual) { // midx_encode with an empty second codebook assigns rows to the first one
-    const Tensor nothing = first.new_empty({k, 0});
+    const Tensor empty_codebook = first.new_empty({k, 0});
     const Tensor nearest =
-        std::get<0>(midx_encode(rows, first, nothing)).to(at::kLong).div_(k, "floor");
+        std::get<0>(midx_encode(rows, first, empty_codebook)).to(at::kLong).div_(k, "floor");
     remainder = rows - first.index_select(0, nearest);
   } else {
     remainder = rows.narrow(1, width1, width2);
@@ -117,7 +117,7 @@ Tensor refresh(const char* op, const Tensor& seed, const ClassTable& table, cons
   const auto [cell, error] = midx_encode(weight, first, second);
   check_finite(op, error, table);
   const OptionalTensor log_weight = finite_class_weights(
-      op, table, index, given(index.spread) ? OptionalTensor(error) : std::nullopt);
+      op, table, index, is_defined(index.spread) ? OptionalTensor(error) : std::nullopt);
 
   const Tensor cells =
       index.order.size(0) == cell.size(0) ? cell : at::where(index.cell.lt(0), index.cell, cell);
@@ -125,10 +125,10 @@ Tensor refresh(const char* op, const Tensor& seed, const ClassTable& table, cons
   index.codewords1.copy_(first);
   index.codewords2.copy_(second);
   index.cell.copy_(cells);
-  if (given(index.spread)) {
+  if (is_defined(index.spread)) {
     index.spread->copy_(error);
   }
-  if (given(index.touched)) {
+  if (is_defined(index.touched)) {
     index.touched->zero_();
   }
   return at::stack({error.index_select(0, index.order).to(at::kDouble).mean(),
@@ -144,22 +144,22 @@ void update(const char* op, const ClassTable& table, const MidxIndex& index, con
   const auto [cell, error] =
       midx_encode(table.weight.index_select(0, drawn), index.codewords1, index.codewords2);
   check_finite(op, error, table);
-  const OptionalTensor spread = given(index.spread)
+  const OptionalTensor spread = is_defined(index.spread)
       ? OptionalTensor(index.spread->index_copy(0, drawn, error))
       : std::nullopt;
   const OptionalTensor log_weight = finite_class_weights(op, table, index, spread);
 
-  const Tensor before = index.cell.index_select(0, drawn);
+  const Tensor old_cells = index.cell.index_select(0, drawn);
   index.cell.index_copy_(0, drawn, cell);
   try {
     rebuild_midx_layout(index, index.cell, log_weight);
   } catch (...) {
     // Raised if cells of other rows are out of range. Undoing the writes is cheaper than copying
     // all cells beforehand.
-    index.cell.index_copy_(0, drawn, before);
+    index.cell.index_copy_(0, drawn, old_cells);
     throw;
   }
-  if (given(spread)) {
+  if (is_defined(spread)) {
     index.spread->copy_(*spread);
   }
 }
@@ -181,12 +181,11 @@ MidxIndex checked_midx_update(const Tensor& weight, const OptionalTensor& bias, 
 
 OptionalTensor midx_class_weights(const ClassTable& table, const MidxIndex& index,
                                   const OptionalTensor& spread) {
-  if (!given(index.log_weight)) {
+  if (!is_defined(index.log_weight)) {
     return std::nullopt;
   }
-  constexpr double kLeast = std::numeric_limits<float>::lowest();
-  const Tensor value =
-      at::nan_to_num(raw_log_weights(table, index, spread), kLeast, kLeast, kLeast);
+  constexpr double kMin = std::numeric_limits<float>::lowest();
+  const Tensor value = at::nan_to_num(raw_log_weights(table, index, spread), kMin, kMin, kMin);
   return (value - value.index_select(0, index.order).max()).clamp_(-kMidxWeightRange, 0);
 }
 
@@ -196,7 +195,7 @@ void rebuild_midx_layout(const MidxIndex& index, const Tensor& cell,
                                              index.heaviest};
   const bool in_place = index.cell.is_cpu() && !use_reference() &&
       std::all_of(tables.begin(), tables.end(),
-                  [](const auto& table) { return !given(table) || table->is_contiguous(); });
+                  [](const auto& table) { return !is_defined(table) || table->is_contiguous(); });
   if (in_place) {
     fill_cells_cpu(cell, log_weight,
                    {index.order, index.start, index.mass, index.prefix.value_or(Tensor()),
@@ -207,12 +206,12 @@ void rebuild_midx_layout(const MidxIndex& index, const Tensor& cell,
     index.order.copy_(order);
     index.start.copy_(start);
     index.mass.copy_(mass);
-    if (given(log_weight)) {
+    if (is_defined(log_weight)) {
       index.prefix->copy_(prefix);
       index.heaviest->copy_(heaviest);
     }
   }
-  if (given(log_weight) && !log_weight->is_same(*index.log_weight)) {
+  if (is_defined(log_weight) && !log_weight->is_same(*index.log_weight)) {
     index.log_weight->copy_(*log_weight);
   }
   index.recent.zero_();
@@ -223,10 +222,10 @@ void rebuild_midx_layout(const MidxIndex& index) {
 }
 
 void midx_copy_table(const ClassTable& table, const MidxIndex& index) {
-  if (given(index.table)) {
+  if (is_defined(index.table)) {
     index.table->copy_(table.weight);
   }
-  if (given(index.table_bias)) {
+  if (is_defined(index.table_bias)) {
     index.table_bias->copy_(*table.bias);
   }
 }
@@ -250,7 +249,7 @@ void midx_update_(const Tensor& weight, const OptionalTensor& bias, const Tensor
   if (rows.is_cpu()) {
     check::class_ids("midx_update_", "rows", rows, weight.size(0));
   }
-  const ClassTable table(weight, bias, given(index.table));
+  const ClassTable table(weight, bias, is_defined(index.table));
   update("midx_update_", table, index, rows);
   midx_copy_table(table, index);
 }
@@ -262,7 +261,7 @@ void midx_note_(const Tensor& touched, const OptionalTensor& query_square, const
   check_midx_note(touched, query_square, step, queries, target, ids);
   const at::AutoDispatchBelowADInplaceOrView guard;
   // All that may fail comes before the first write.
-  const Tensor counted = given(query_square) ? counted_queries(queries, target) : Tensor();
+  const Tensor counted = is_defined(query_square) ? counted_queries(queries, target) : Tensor();
   Tensor square;
   if (counted.defined() && counted.size(0) > 0) {
     square =
@@ -274,9 +273,10 @@ void midx_note_(const Tensor& touched, const OptionalTensor& query_square, const
       Targets("midx_note_", target, queries, touched.size(0));
     }
     const Tensor drawn = (ids.dim() == 2 ? counted_queries(ids, target) : ids).flatten();
-    const Tensor of_counted =
-        given(target) ? counted_queries(*target, target).flatten() : drawn.new_empty({0});
-    const Tensor targets = of_counted.index_select(0, of_counted.ge(0).nonzero().squeeze(1));
+    const Tensor counted_targets =
+        is_defined(target) ? counted_queries(*target, target).flatten() : drawn.new_empty({0});
+    const Tensor targets =
+        counted_targets.index_select(0, counted_targets.ge(0).nonzero().squeeze(1));
     touched.index_fill_(0, drawn, true);
     touched.index_fill_(0, targets, true);
   }
@@ -292,7 +292,7 @@ void check_midx_note(const Tensor& touched, const OptionalTensor& query_square, 
   constexpr const char* op = "midx_note_";
   check::dim(op, "touched", touched, 1);
   check::dtype(op, "touched", touched, at::kBool);
-  if (given(query_square)) {
+  if (is_defined(query_square)) {
     check::dim(op, "query_square", *query_square, 0);
     check::dtype(op, "query_square", *query_square, at::kDouble);
   }
@@ -307,42 +307,42 @@ std::vector<Tensor> MidxFamily::resized(const Tensor& is_drawn, const OptionalTe
                                         const MidxOptions& options) {
   std::vector<Tensor> tables = make(is_drawn, index.dim.expect_int(), options);
   tables[0] = index.codewords1.clone(), tables[1] = index.codewords2.clone();
-  if (!given(rows)) {
+  if (!is_defined(rows)) {
     return tables;
   }
-  const MidxIndex fresh("midx_resize", laid_out(tables, index.step), options);
+  const MidxIndex resized_index("midx_resize", new_index(tables, index.step), options);
   const int64_t added = rows->size(0), kept = is_drawn.size(0) - added;
   const auto [cell, error] = midx_encode(*rows, index.codewords1, index.codewords2);
-  const auto fill = [&](const Tensor& table, const Tensor& old, const OptionalTensor& behind) {
+  const auto fill = [&](const Tensor& table, const Tensor& old, const OptionalTensor& new_rows) {
     table.narrow(0, 0, kept).copy_(old.narrow(0, 0, kept));
-    if (given(behind)) {
-      table.narrow(0, kept, added).copy_(*behind);
+    if (is_defined(new_rows)) {
+      table.narrow(0, kept, added).copy_(*new_rows);
     }
   };
-  fill(fresh.cell, index.cell, cell);
-  if (given(fresh.touched)) {
-    fill(*fresh.touched, *index.touched, std::nullopt);
+  fill(resized_index.cell, index.cell, cell);
+  if (is_defined(resized_index.touched)) {
+    fill(*resized_index.touched, *index.touched, std::nullopt);
   }
-  if (given(fresh.spread)) {
-    fill(*fresh.spread, *index.spread, error);
-    fresh.query_square->copy_(*index.query_square);
+  if (is_defined(resized_index.spread)) {
+    fill(*resized_index.spread, *index.spread, error);
+    resized_index.query_square->copy_(*index.query_square);
   }
-  if (given(fresh.table)) {
-    fill(*fresh.table, *index.table, *rows);
+  if (is_defined(resized_index.table)) {
+    fill(*resized_index.table, *index.table, *rows);
   }
-  if (given(fresh.table_bias)) {
-    fill(*fresh.table_bias, *index.table_bias,
-         given(bias) ? OptionalTensor(bias->narrow(0, kept, added)) : std::nullopt);
+  if (is_defined(resized_index.table_bias)) {
+    fill(*resized_index.table_bias, *index.table_bias,
+         is_defined(bias) ? OptionalTensor(bias->narrow(0, kept, added)) : std::nullopt);
   }
-  if (given(fresh.log_weight)) {
-    if (given(bias) || !options.bias) {
-      fresh.log_weight->copy_(
-          *midx_class_weights(ClassTable(*rows, bias, false), fresh, fresh.spread));
+  if (is_defined(resized_index.log_weight)) {
+    if (is_defined(bias) || !options.bias) {
+      resized_index.log_weight->copy_(
+          *midx_class_weights(ClassTable(*rows, bias, false), resized_index, resized_index.spread));
     } else {
-      fill(*fresh.log_weight, *index.log_weight, std::nullopt);
+      fill(*resized_index.log_weight, *index.log_weight, std::nullopt);
     }
   }
-  rebuild_midx_layout(fresh);
+  rebuild_midx_layout(resized_index);
   return tables;
 }
 
@@ -354,10 +354,10 @@ std::vector<Tensor> MidxFamily::gained(const OptionalTensor& rows, const Optiona
   }
   const int64_t count = std::max<int64_t>(0, added), before = index.cell.size(0);
   const auto zeros = [&](const OptionalTensor& table) {
-    return given(table) ? at::zeros({count}, table->options()) : Tensor();
+    return is_defined(table) ? at::zeros({count}, table->options()) : Tensor();
   };
-  auto [cell, error] = given(rows) ? midx_encode(*rows, index.codewords1, index.codewords2)
-                                   : std::tuple(zeros(index.cell), zeros(index.spread));
+  auto [cell, error] = is_defined(rows) ? midx_encode(*rows, index.codewords1, index.codewords2)
+                                        : std::tuple(zeros(index.cell), zeros(index.spread));
   // Weights and running sums are 0 until the next layout computes them.
   std::vector<Tensor> gained{{},
                              {},
@@ -375,10 +375,10 @@ std::vector<Tensor> MidxFamily::gained(const OptionalTensor& rows, const Optiona
   return gained;
 }
 
-void MidxFamily::leave_out(MidxIndex& index, int64_t count) {
+void MidxFamily::exclude_last(MidxIndex& index, int64_t count) {
   const int64_t left = index.order.size(0) - count;
   index.order = index.order.narrow(0, 0, left);
-  if (given(index.prefix)) {
+  if (is_defined(index.prefix)) {
     index.prefix = index.prefix->narrow(0, 0, left);
   }
 }
@@ -387,16 +387,18 @@ Tensor MidxFamily::refresh(const char* op, const ClassTable& table, const MidxIn
                            const MidxOptions& options,
                            const std::optional<at::Generator>& generator) {
   const Tensor statistics = with_seed(table.weight.device(), generator, [&](const Tensor& seed) {
-    return xsoftmax::refresh(op, seed, table, index, options, check::number_of(index.step) > 0);
+    return xsoftmax::refresh(op, seed, table, index, options, check::int64_item(index.step) > 0);
   });
   midx_copy_table(table, index);
   return statistics;
 }
 
-void MidxFamily::between_refreshes(const char* op, const Tensor& weight, const OptionalTensor& bias,
-                                   const MidxIndex& index, const MidxOptions& options) {
-  const bool whole = given(index.table),
-             due = given(index.touched) && check::number_of(index.step) % options.update_every == 0;
+void MidxFamily::update_between_refreshes(const char* op, const Tensor& weight,
+                                          const OptionalTensor& bias, const MidxIndex& index,
+                                          const MidxOptions& options) {
+  const bool whole = is_defined(index.table),
+             due = is_defined(index.touched) &&
+      check::int64_item(index.step) % options.update_every == 0;
   if (!whole && !due) {
     return;
   }
@@ -440,6 +442,6 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("midx_note_", check_midx_note);
 }
 
-XSOFTMAX_AUTOCAST(m) { below_autocast(m, {"midx_update_", "midx_note_"}); }
+XSOFTMAX_AUTOCAST(m) { disable_autocast(m, {"midx_update_", "midx_note_"}); }
 
 } // namespace xsoftmax

@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor> log_weight_and_cell(const MidxIndex& index, const Ten
   const Tensor cell = index.order.size(0) == 0
       ? at::searchsorted(index.start, flat, false, true) - 1 // numbered by slots
       : index.cell.index_select(0, flat).to(at::kLong);
-  const Tensor log_weight = given(index.log_weight)
+  const Tensor log_weight = is_defined(index.log_weight)
       ? index.log_weight->index_select(0, flat).to(at::kDouble)
       : at::zeros(cell.sizes(), cell.options().dtype(at::kDouble));
   return {log_weight.masked_fill(cell.lt(0), -std::numeric_limits<double>::infinity())

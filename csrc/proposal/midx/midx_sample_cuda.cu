@@ -28,8 +28,8 @@ constexpr int64_t kPotentials = int64_t(1) << 22;
 // Computes score and exp of both codebooks from their products, and the sum of the two best scores;
 // one warp per query.
 template <typename T>
-__global__ void potentials_kernel(double* score, double* exp_of, double* best_of_both,
-                                  const T* product, int64_t queries, int64_t k) {
+__global__ void potentials_kernel(double* score, double* exp_of, double* max_sum, const T* product,
+                                  int64_t queries, int64_t k) {
   for (int64_t query = global_thread() / kWarp; query < queries; query += grid_threads() / kWarp) {
     double sum = 0;
     for (int64_t at = query * 2 * k; at < (query + 1) * 2 * k; at += k) {
@@ -45,14 +45,14 @@ __global__ void potentials_kernel(double* score, double* exp_of, double* best_of
                                                      : double(best),
                    lowest = top - kMidxRange;
       for (int64_t i = lane(); i < k; i += kWarp) {
-        const double value = double(product[at + i]), kept = value < lowest ? lowest : value;
-        score[at + i] = kept;
-        exp_of[at + i] = exp(kept - top);
+        const double value = double(product[at + i]), clamped = value < lowest ? lowest : value;
+        score[at + i] = clamped;
+        exp_of[at + i] = exp(clamped - top);
       }
       sum += top;
     }
     if (lane() == 0) {
-      best_of_both[query] = sum;
+      max_sum[query] = sum;
     }
   }
 }
@@ -63,14 +63,14 @@ __global__ void normalize_kernel(double* probability, double* z, double* log_z,
                                  const double* weight, const double* exp_of, int64_t queries,
                                  int64_t k) {
   for (int64_t query = global_thread() / kWarp; query < queries; query += grid_threads() / kWarp) {
-    const double *of_row = weight + query * k, *of_first = exp_of + query * 2 * k;
+    const double *row_weight = weight + query * k, *first_exp = exp_of + query * 2 * k;
     double sum = 0;
     for (int64_t i = lane(); i < k; i += kWarp) {
-      sum += of_row[i] * of_first[i];
+      sum += row_weight[i] * first_exp[i];
     }
     sum = warp_sum(sum);
     for (int64_t i = lane(); i < k; i += kWarp) {
-      probability[query * k + i] = of_row[i] * of_first[i] / sum;
+      probability[query * k + i] = row_weight[i] * first_exp[i] / sum;
     }
     if (lane() == 0) {
       z[query] = sum;
@@ -143,9 +143,9 @@ struct QueryRows {
   /// Returns log(q / weight) for the classes of a cell.
   __device__ double log_density(int64_t query, int64_t cell) const {
     const uint32_t c = uint32_t(cell), width = uint32_t(k); // 32-bit division: at most 2^20 cells
-    const double* of_query = score + query * 2 * k;
+    const double* query_scores = score + query * 2 * k;
     return std::isfinite(log_z[query])
-        ? of_query[c / width] + of_query[k + c % width] - log_z[query]
+        ? query_scores[c / width] + query_scores[k + c % width] - log_z[query]
         : std::numeric_limits<double>::quiet_NaN();
   }
 };
@@ -178,10 +178,10 @@ __global__ void midx_private_kernel(int64_t* ids, float* log_count, DrawSeed see
       int64_t cell = 0;
       const MidxDrawBits bits(key, number, uint64_t(j));
       if (is_number) {
-        const int64_t k1 = first_beyond(sums, k, bits.first() * total);
-        const double aim = bits.second() * rows.weight[query * k + k1];
+        const int64_t k1 = first_above(sums, k, bits.first() * total);
+        const double target_sum = bits.second() * rows.weight[query * k + k1];
         const int draws = int(samples - begin < kWarp ? samples - begin : kWarp);
-        const int64_t k2 = search_rows(draws, k, k1, aim, 0.0, [&](int64_t row, int64_t i) {
+        const int64_t k2 = search_rows(draws, k, k1, target_sum, 0.0, [&](int64_t row, int64_t i) {
           return mass[row * k + i] * second_exp[i];
         });
         cell = k1 * k + k2;
@@ -192,10 +192,10 @@ __global__ void midx_private_kernel(int64_t* ids, float* log_count, DrawSeed see
       if (is_number) {
         index.check_cell(cell);
         const int64_t id = index.class_at(index.tables.draw(cell, bits.in_cell()));
-        const float of_cell = float(offset + first[cell / k] + second[cell % k]);
+        const float cell_log_q = float(offset + first[cell / k] + second[cell % k]);
         ids[query * samples + j] = id;
         log_count[query * samples + j] =
-            index.log_weight == nullptr ? of_cell : of_cell + index.log_weight[id];
+            index.log_weight == nullptr ? cell_log_q : cell_log_q + index.log_weight[id];
       } else {
         ids[query * samples + j] =
             index.class_at(arbitrary_slot(key, number, uint64_t(j), index.tables.classes));
@@ -219,14 +219,14 @@ __global__ void midx_shared_kernel(int64_t* ids, DrawSeed seed, MidxDeviceIndex 
     const PhiloxBlock block = philox(seed.key(), 0, uint64_t(j));
     int64_t cell = 0;
     if (is_number) {
-      const double aim = unit_double(block.low()) * total;
-      int64_t k1 = first_beyond(sums, k, aim);
+      const double target_sum = unit_double(block.low()) * total;
+      int64_t k1 = first_above(sums, k, target_sum);
       while (k1 > 0 && !(row_share[k1] > 0)) { // rounding may put the last point past the end
         --k1;
       }
       const int draws = int(samples - begin < kWarp ? samples - begin : kWarp);
       cell = k1 * k +
-          search_rows(draws, k, k1, aim, k1 > 0 ? sums[k1 - 1] : 0.0,
+          search_rows(draws, k, k1, target_sum, k1 > 0 ? sums[k1 - 1] : 0.0,
                       [&](int64_t row, int64_t i) { return share[row * k + i]; });
     }
     if (j < samples) {
@@ -257,12 +257,13 @@ struct SharedDistribution {
 };
 
 // Computes the count of one pair per thread. ids: one per pair, or shared by all queries (`same`);
-// -1 means no class. scale and bar: the plan of a set without replacement, else nullptr. The
-// tolerance of 1e-6 for certain classes allows for weights read from a float32 table.
+// -1 means no class. scale and certain_scale: the plan of a set without replacement, else nullptr.
+// The tolerance of 1e-6 for certain classes allows for weights read from a float32 table.
 template <typename Distribution>
 __global__ void midx_count_kernel(float* log_count, const int64_t* ids, bool same, int64_t pairs,
                                   int64_t width, MidxDeviceIndex index, Distribution distribution,
-                                  const double* scale, const double* bar, double log_samples) {
+                                  const double* scale, const double* certain_scale,
+                                  double log_samples) {
   for (int64_t i = global_thread(); i < pairs; i += grid_threads()) {
     const int64_t query = i / width, id = ids[same ? i % width : i], cell = index.cell_of(id);
     if (cell < 0) {
@@ -274,7 +275,7 @@ __global__ void midx_count_kernel(float* log_count, const int64_t* ids, bool sam
       log_count[i] = float(log_samples + log_q);
     } else {
       const double count = log(scale[query]) + log_q;
-      log_count[i] = float(log(bar[query]) + log_q >= -1e-6 || count >= 0 ? 0.0 : count);
+      log_count[i] = float(log(certain_scale[query]) + log_q >= -1e-6 || count >= 0 ? 0.0 : count);
     }
   }
 }
@@ -307,20 +308,20 @@ PrivateDraws sample_private(const Tensor& seed, const Tensor& queries, const Opt
   const MidxDeviceTables tables(index);
   const int64_t samples = options.num_samples, k = tables.mass.size(0);
   const double log_samples = std::log(double(samples));
-  const Tensor targets = given(target) ? target->contiguous() : Tensor();
+  const Tensor targets = is_defined(target) ? target->contiguous() : Tensor();
   for_blocks(queries, index, tables.mass, [&](int64_t begin, const DeviceQueries& block) {
     const int64_t n = block.z.size(0);
     const PrivateDistribution distribution{QueryRows(block)};
-    const Tensor of_block = ids.narrow(0, begin, n), counts = log_count.narrow(0, begin, n);
+    const Tensor block_ids = ids.narrow(0, begin, n), counts = log_count.narrow(0, begin, n);
     Tensor scales;
     if (options.is_distinct()) {
-      scales = midx_private_sets_cuda(of_block, seed, begin, tables, block, samples);
-      count(counts, of_block, tables, distribution, scales, log_samples);
+      scales = midx_private_sets_cuda(block_ids, seed, begin, tables, block, samples);
+      count(counts, block_ids, tables, distribution, scales, log_samples);
     } else if (samples > 0) {
       const int64_t warps = std::clamp<int64_t>((samples + kWarp - 1) / kWarp, 1, kThreads / kWarp);
       midx_private_kernel<<<grid_size(n, 1), unsigned(warps * kWarp), 2 * k * sizeof(double),
                             c10::cuda::getCurrentCUDAStream()>>>(
-          of_block.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<float>(), DrawSeed(seed),
+          block_ids.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<float>(), DrawSeed(seed),
           tables.view, distribution.rows, begin, n, samples, log_samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
@@ -336,12 +337,12 @@ PrivateDraws sample_private(const Tensor& seed, const Tensor& queries, const Opt
 // Returns bool [Q]: the queries that contribute to a mixture, which are neither ignored nor all
 // zeros. If there are none, returns the queries that are not ignored.
 Tensor mixed(const Tensor& queries, const OptionalTensor& target) {
-  const Tensor some = queries.ne(0).any(1);
-  if (!given(target) || (target->dim() == 2 && target->size(1) == 0)) {
-    return at::where(some.any(), some, at::ones_like(some));
+  const Tensor nonzero = queries.ne(0).any(1);
+  if (!is_defined(target) || (target->dim() == 2 && target->size(1) == 0)) {
+    return at::where(nonzero.any(), nonzero, at::ones_like(nonzero));
   }
   const Tensor counts = (target->dim() == 2 ? target->select(1, 0) : *target).ge(0),
-               both = counts.logical_and(some);
+               both = counts.logical_and(nonzero);
   return at::where(both.any(), both, counts);
 }
 
@@ -351,9 +352,9 @@ Tensor mixture_shares(const Tensor& queries, const Tensor& is_mixed, const MidxI
                       const Tensor& mass, bool rms) {
   Tensor sums = at::zeros_like(mass);
   for_blocks(queries, index, mass, [&](int64_t begin, DeviceQueries block) {
-    const Tensor left_out = is_mixed.narrow(0, begin, block.z.size(0)).logical_not();
-    block.exp.masked_fill_(left_out.view({-1, 1, 1}), 0.0);
-    block.z.masked_fill_(left_out, 1.0);
+    const Tensor excluded = is_mixed.narrow(0, begin, block.z.size(0)).logical_not();
+    block.exp.masked_fill_(excluded.view({-1, 1, 1}), 0.0);
+    block.z.masked_fill_(excluded, 1.0);
     sums = sums + midx_density_sums(block, rms);
   });
   return midx_mixture_shares(at::where(is_mixed.any(), sums, at::ones_like(sums)), mass, rms);
@@ -383,7 +384,7 @@ PrivateDraws sample_shared(const Tensor& seed, const Tensor& queries, const Opti
   }
   const SharedDistribution distribution{shares.const_data_ptr<double>(), tables.view.tables.mass};
   count(log_count.view({1, samples}), ids, tables, distribution, scales, log_samples);
-  if (given(target)) {
+  if (is_defined(target)) {
     const Tensor targets = target->contiguous();
     count(target_log_count.view({1, targets.numel()}), targets, tables, distribution, scales,
           log_samples);

@@ -50,7 +50,7 @@ struct MidxDeviceTables {
   explicit MidxDeviceTables(const MidxIndex& index)
       : order(index.order.contiguous()), start(index.start.contiguous()),
         mass(index.mass.contiguous()), cell(index.cell.contiguous()) {
-    const bool weighted = given(index.log_weight);
+    const bool weighted = is_defined(index.log_weight);
     if (weighted) {
       log_weight = index.log_weight->contiguous();
       prefix = index.prefix->contiguous();
@@ -91,35 +91,36 @@ at::Tensor midx_exact_log_count_cuda(const at::Tensor& queries, const at::Tensor
 
 #ifdef __CUDACC__
 /// The result of a search for a point among values laid end to end.
-struct Found {
+struct SearchPosition {
   int64_t place;
   double before; ///< the sum of all values before the place
 };
 
-/// Returns the first place in [0, n) where the running sum, starting at `base`, exceeds `aim`. If
-/// rounding leaves none, returns the last place whose value is not 0. All lanes pass the same
-/// arguments and get the same result. All lanes call value(place) together, each for two
-/// neighbouring places; value must return 0 for a place past the end.
+/// Returns the first place in [0, n) where the running sum, starting at `base`, exceeds
+/// `target_sum`. If rounding leaves none, returns the last place whose value is not 0. All lanes
+/// pass the same arguments and get the same result. All lanes call value(place) together, each for
+/// two neighbouring places; value must return 0 for a place past the end.
 template <typename Value>
-__device__ inline Found warp_search(int64_t n, double aim, double base, const Value& value) {
-  Found last{0, base};
+__device__ inline SearchPosition warp_search(int64_t n, double target_sum, double base,
+                                             const Value& value) {
+  SearchPosition last{0, base};
   for (int64_t begin = 0; begin < n; begin += 2 * kWarp) {
     const int64_t place = begin + 2 * lane();
     const double one = value(place), two = value(place + 1);
     const double end = base + warp_inclusive_sum(one + two);
     const double end_before = __shfl_up_sync(kAllLanes, end, 1),
                  start = lane() == 0 ? base : end_before;
-    const unsigned beyond = __ballot_sync(kAllLanes, end > aim),
-                   some = __ballot_sync(kAllLanes, one > 0 || two > 0);
-    // The first lane past the aim, else the last lane that is not 0.
-    const unsigned wanted = beyond != 0 ? beyond & (0u - beyond) : some;
+    const unsigned past_target = __ballot_sync(kAllLanes, end > target_sum),
+                   positive = __ballot_sync(kAllLanes, one > 0 || two > 0);
+    // The first lane past the target sum, else the last lane that is not 0.
+    const unsigned wanted = past_target != 0 ? past_target & (0u - past_target) : positive;
     if (wanted != 0) {
-      const bool is_second = beyond != 0 ? !(start + one > aim) : two > 0;
+      const bool is_second = past_target != 0 ? !(start + one > target_sum) : two > 0;
       const int winner = 31 - __clz(int(wanted));
       last.place = __shfl_sync(kAllLanes, place + is_second, winner);
       last.before = __shfl_sync(kAllLanes, is_second ? start + one : start, winner);
     }
-    if (beyond != 0) {
+    if (past_target != 0) {
       return last;
     }
     base = __shfl_sync(kAllLanes, end, kWarp - 1);
@@ -127,18 +128,19 @@ __device__ inline Found warp_search(int64_t n, double aim, double base, const Va
   return last;
 }
 
-/// Searches rows of a matrix [*, n]: each of the first `draws` lanes passes a row and an aim in it
-/// and gets the place of that aim. All lanes search for one draw after the other. value(row, place)
-/// returns an element.
+/// Searches rows of a matrix [*, n]: each of the first `draws` lanes passes a row and a target sum
+/// in it and gets the place of that target sum. All lanes search for one draw after the other.
+/// value(row, place) returns an element.
 template <typename Value>
-__device__ inline int64_t search_rows(int draws, int64_t n, int64_t row, double aim, double base,
-                                      const Value& value) {
+__device__ inline int64_t search_rows(int draws, int64_t n, int64_t row, double target_sum,
+                                      double base, const Value& value) {
   int64_t mine = 0;
   for (int d = 0; d < draws; ++d) {
-    const int64_t of_draw = __shfl_sync(kAllLanes, row, d);
-    const double point = __shfl_sync(kAllLanes, aim, d), start = __shfl_sync(kAllLanes, base, d);
-    const Found found = warp_search(
-        n, point, start, [&](int64_t place) { return place < n ? value(of_draw, place) : 0.0; });
+    const int64_t draw_row = __shfl_sync(kAllLanes, row, d);
+    const double point = __shfl_sync(kAllLanes, target_sum, d),
+                 start = __shfl_sync(kAllLanes, base, d);
+    const SearchPosition found = warp_search(
+        n, point, start, [&](int64_t place) { return place < n ? value(draw_row, place) : 0.0; });
     mine = lane() == d ? found.place : mine;
   }
   return mine;
@@ -162,12 +164,12 @@ __device__ inline double running_sums(double* sums, int64_t n, double* storage,
   return sum;
 }
 
-/// Returns the first of n increasing sums that exceeds `aim`, or the last.
-__device__ inline int64_t first_beyond(const double* sums, int64_t n, double aim) {
+/// Returns the first of n increasing sums that exceeds `target_sum`, or the last.
+__device__ inline int64_t first_above(const double* sums, int64_t n, double target_sum) {
   int64_t first = 0;
   while (n > 1) {
     const int64_t half = n / 2;
-    first += sums[first + half - 1] > aim ? 0 : half;
+    first += sums[first + half - 1] > target_sum ? 0 : half;
     n -= half;
   }
   return first;

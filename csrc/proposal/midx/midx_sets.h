@@ -36,14 +36,14 @@ class SystematicSampler {
     open_ = 0;
     std::copy_n(row_share, rows_, row_tail_.data());
     certain_ = 0;
-    for (bool grown = true; grown;) {
+    for (bool changed = true; changed;) {
       const double uncertain = std::accumulate(row_tail_.begin(), row_tail_.end(), 0.0);
       scale_ = uncertain > 0 ? double(samples_ - certain_) / uncertain : 0.0;
-      grown = false;
+      changed = false;
       for (int64_t row = 0; certain_ < samples_ && row < rows_; ++row) {
         // The share of a class is at most that of its row.
         if (row_tail_[row] > 0 && scale_ * row_share[row] >= 1 - 1e-9) {
-          grown |= grow(open(row, fill), row);
+          changed |= grow(open(row, fill), row);
         }
       }
     }
@@ -59,7 +59,7 @@ class SystematicSampler {
     int64_t* out = slots;
     int64_t last = -1;
     for (int64_t row = 0; row < rows_; ++row) {
-      out = place_[row] < 0 ? out : take_certain(row, out);
+      out = place_[row] < 0 ? out : write_certain(row, out);
       last = row_tail_[row] > 0 ? row : last;
     }
     const int64_t points = samples_ - (out - slots);
@@ -78,7 +78,7 @@ class SystematicSampler {
       }
       position = end;
     }
-    fill_up(slots, out);
+    fill_missing(slots, out);
   }
 
   /// Returns log pi of a class. log_q: the log of its probability in a single draw.
@@ -129,18 +129,18 @@ class SystematicSampler {
     return certain ? 0.0 : std::min(0.0, std::log(scale_) + log_q);
   }
 
-  double uncertain_part(int64_t cell, double threshold) const {
+  double uncertain_fraction(int64_t cell, double threshold) const {
     double weight = 0;
     for (int64_t slot = tables_.start[cell]; slot < tables_.start[cell + 1]; ++slot) {
-      const double of_class = tables_.weight(slot, cell);
-      weight += of_class >= threshold ? 0.0 : of_class;
+      const double class_weight = tables_.weight(slot, cell);
+      weight += class_weight >= threshold ? 0.0 : class_weight;
     }
     return weight / tables_.mass[cell];
   }
 
   // Marks the classes of a row whose pi has reached 1 with the present c.
   bool grow(Row& cells, int64_t row) {
-    bool grown = false;
+    bool changed = false;
     const double *mass = tables_.mass + row * rows_,
                  *heaviest = tables_.prefix == nullptr ? nullptr : tables_.heaviest + row * rows_;
     for (int64_t k = 0; k < rows_; ++k) {
@@ -158,20 +158,20 @@ class SystematicSampler {
           const double weight = tables_.weight(slot, c);
           if (weight >= threshold && weight < cells.threshold[k]) {
             ++certain_;
-            grown = true;
+            changed = true;
           }
         }
         cells.threshold[k] = std::min(cells.threshold[k], threshold);
-        cells.tail[k] = share * uncertain_part(c, cells.threshold[k]);
+        cells.tail[k] = share * uncertain_fraction(c, cells.threshold[k]);
       }
     }
-    if (grown) {
+    if (changed) {
       row_tail_[row] = std::accumulate(cells.tail.begin(), cells.tail.end(), 0.0);
     }
-    return grown;
+    return changed;
   }
 
-  int64_t* take_certain(int64_t row, int64_t* out) const {
+  int64_t* write_certain(int64_t row, int64_t* out) const {
     const Row& cells = open_rows_[place_[row]];
     for (int64_t k = 0; cells.mixed && k < rows_; ++k) {
       const int64_t c = row * rows_ + k;
@@ -216,18 +216,18 @@ class SystematicSampler {
     const int64_t begin = tables_.start[cell], n = tables_.size(cell);
     const bool mixed = threshold(cell) != kNever; // some classes are certain, others are not
     if (mixed) {
-      left_.clear();
+      uncertain_slots_.clear();
       for (int64_t i = 0; i < n; ++i) {
         const int64_t slot = begin + (i + cut < n ? i + cut : i + cut - n);
         if (!certain(slot, cell)) {
-          left_.push_back(slot);
+          uncertain_slots_.push_back(slot);
         }
       }
     }
-    const int64_t count = mixed ? int64_t(left_.size()) : n;
+    const int64_t count = mixed ? int64_t(uncertain_slots_.size()) : n;
     const double base =
         tables_.prefix == nullptr || cut == 0 ? 0.0 : tables_.prefix[begin + cut - 1];
-    double sum = 0; // of the classes in left_ before `rank`
+    double sum = 0; // of the classes in uncertain_slots_ before `rank`
     int64_t rank = 0, picked = 0;
     for (; picked < std::min(limit, count) && at + double(picked) < end; ++picked) {
       const double fraction = (at + double(picked)) / length;
@@ -235,15 +235,16 @@ class SystematicSampler {
       if (tables_.prefix == nullptr) {
         place = int64_t(fraction * double(n));
       } else if (mixed) {
-        const double aim = fraction * tail_weight(cell);
-        for (; rank + 1 < count && sum + tables_.weight(left_[rank], cell) <= aim; ++rank) {
-          sum += tables_.weight(left_[rank], cell);
+        const double target_sum = fraction * tail_weight(cell);
+        for (; rank + 1 < count && sum + tables_.weight(uncertain_slots_[rank], cell) <= target_sum;
+             ++rank) {
+          sum += tables_.weight(uncertain_slots_[rank], cell);
         }
         place = rank;
       } else {
-        const double aim = base + fraction * tables_.mass[cell];
-        const int64_t found =
-            tables_.below(cell, aim < tables_.mass[cell] ? aim : aim - tables_.mass[cell]);
+        const double target_sum = base + fraction * tables_.mass[cell];
+        const int64_t found = tables_.below(
+            cell, target_sum < tables_.mass[cell] ? target_sum : target_sum - tables_.mass[cell]);
         place = found >= cut ? found - cut : found - cut + n;
       }
       // A class is at most as long as the distance of two points, so places increase, except for
@@ -255,21 +256,22 @@ class SystematicSampler {
       out[i] = --bound;
     }
     for (int64_t i = 0; i < picked; ++i) {
-      out[i] = mixed ? left_[out[i]] : begin + (out[i] + cut < n ? out[i] + cut : out[i] + cut - n);
+      out[i] = mixed ? uncertain_slots_[out[i]]
+                     : begin + (out[i] + cut < n ? out[i] + cut : out[i] + cut - n);
     }
     return picked;
   }
 
   double tail_weight(int64_t cell) const {
     double weight = 0;
-    for (const int64_t slot : left_) {
+    for (const int64_t slot : uncertain_slots_) {
       weight += tables_.weight(slot, cell);
     }
     return weight;
   }
 
   // Fills the places that rounding left empty with any classes not yet in the set.
-  void fill_up(int64_t* slots, int64_t* out) const {
+  void fill_missing(int64_t* slots, int64_t* out) const {
     if (out == slots + samples_) {
       return;
     }
@@ -293,7 +295,7 @@ class SystematicSampler {
   std::vector<int64_t> place_;    // position of each row in open_rows_, or -1
   std::vector<double> row_tail_;  // the share of a row's classes that are not certain
   std::vector<Row> open_rows_;
-  std::vector<int64_t> left_;
+  std::vector<int64_t> uncertain_slots_;
 };
 
 } // namespace xsoftmax

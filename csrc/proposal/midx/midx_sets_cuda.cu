@@ -29,27 +29,28 @@ __global__ void midx_plan_kernel(SetPlans plans, MidxCellTables tables, Shares s
     double* tail = plans.row_tail + set * k;
     int64_t* certain = plans.certain + set * k;
     for (int64_t row = threadIdx.x; row < k; row += blockDim.x) {
-      tail[row] = shares.of_row(set, row);
+      tail[row] = shares.share_of_row(set, row);
       certain[row] = 0;
     }
-    double scale = 0, bar = 0;
-    for (bool grown = true; grown;) {
+    double scale = 0, certain_scale = 0;
+    for (bool changed = true; changed;) {
       __syncthreads();
       double uncertain = 0;
-      int64_t taken = 0;
+      int64_t num_certain = 0;
       for (int64_t row = threadIdx.x; row < k; row += blockDim.x) {
         uncertain += tail[row];
-        taken += certain[row];
+        num_certain += certain[row];
       }
       uncertain = block_sum(uncertain, sums);
-      taken = block_sum(taken, counts);
-      CUDA_KERNEL_ASSERT(taken <= samples); // otherwise prefix, heaviest and mass are inconsistent
+      num_certain = block_sum(num_certain, counts);
+      CUDA_KERNEL_ASSERT(num_certain <=
+                         samples); // otherwise prefix, heaviest and mass are inconsistent
       // NaN if the shares are NaN.
-      scale = uncertain > 0 ? double(samples - taken) / uncertain : uncertain * 0;
+      scale = uncertain > 0 ? double(samples - num_certain) / uncertain : uncertain * 0;
       bool more = false;
-      for (int64_t row = warp; taken < samples && row < k; row += warps) {
+      for (int64_t row = warp; num_certain < samples && row < k; row += warps) {
         // The share of a class is at most that of its row.
-        if (!(tail[row] > 0) || !(scale * shares.of_row(set, row) >= 1 - 1e-9)) {
+        if (!(tail[row] > 0) || !(scale * shares.share_of_row(set, row) >= 1 - 1e-9)) {
           continue;
         }
         CellParts sum{0.0, 0};
@@ -67,12 +68,12 @@ __global__ void midx_plan_kernel(SetPlans plans, MidxCellTables tables, Shares s
           }
         }
       }
-      grown = __syncthreads_or(more);
-      bar = grown ? scale : bar;
+      changed = __syncthreads_or(more);
+      certain_scale = changed ? scale : certain_scale;
     }
     if (threadIdx.x == 0) {
       plans.scale[set] = scale;
-      plans.bar[set] = bar;
+      plans.certain_scale[set] = certain_scale;
     }
   }
 }
@@ -80,7 +81,7 @@ __global__ void midx_plan_kernel(SetPlans plans, MidxCellTables tables, Shares s
 /// Makes the places within a cell strictly increasing and in range. A class is at most as long as
 /// the distance of two points, so only rounding can break this. Run by one thread, from the first
 /// point of a cell on.
-__device__ inline void catch_up(const PointPlaces& found, int64_t first, int64_t points) {
+__device__ inline void separate_places(const PointPlaces& found, int64_t first, int64_t points) {
   int64_t end = first + 1;
   for (; end < points && found.cell[end] == found.cell[first]; ++end) {
     const int64_t least = found.place[end - 1] + 1;
@@ -94,7 +95,7 @@ __device__ inline void catch_up(const PointPlaces& found, int64_t first, int64_t
 
 /// Fills the places that rounding left empty with any classes not yet in the set. Run by one
 /// thread, and rarely needed.
-__device__ inline void fill_up(int64_t* slots, int64_t samples, int64_t classes) {
+__device__ inline void fill_missing(int64_t* slots, int64_t samples, int64_t classes) {
   int64_t candidate = 0;
   for (int64_t j = 0; j < samples; ++j) {
     for (bool taken = slots[j] < 0; taken && candidate < classes; ++candidate) {
@@ -109,13 +110,14 @@ __device__ inline void fill_up(int64_t* slots, int64_t samples, int64_t classes)
 
 /// Writes the number of certain classes up to the end of each row. Returns that of all rows. All
 /// threads of a block call it.
-__device__ inline int64_t count_certain(int64_t* certain_end, const int64_t* of_row, int64_t rows,
-                                        int64_t* counts) {
+__device__ inline int64_t count_certain(int64_t* certain_end, const int64_t* share_of_row,
+                                        int64_t rows, int64_t* counts) {
   int64_t certain = 0;
   for (int64_t begin = 0; begin < rows; begin += blockDim.x) {
     const int64_t row = begin + threadIdx.x;
     int64_t total = 0;
-    const int64_t end = block_inclusive_sum(row < rows ? of_row[row] : int64_t(0), &total, counts);
+    const int64_t end =
+        block_inclusive_sum(row < rows ? share_of_row[row] : int64_t(0), &total, counts);
     if (row < rows) {
       certain_end[row] = certain + end;
     }
@@ -137,7 +139,7 @@ __device__ inline bool pick_points(const SetDraw<Shares>& set, const PointPlaces
   __syncthreads();
   for (int64_t p = threadIdx.x; p < points; p += blockDim.x) {
     if (p == 0 || found.cell[p] != found.cell[p - 1]) {
-      catch_up(found, p, points);
+      separate_places(found, p, points);
     }
   }
   __syncthreads();
@@ -184,14 +186,14 @@ __global__ void midx_pick_kernel(PointPlaces out, DrawSeed seed, int64_t first_q
         samples, seed.key(), row_end, certain_end};
     for (int64_t row = warp; row < k; row += warps) {
       if (set.is_mixed(row)) {
-        set.take_certain(row, slots);
+        set.write_certain(row, slots);
       }
     }
     const int64_t points = samples - certain, at = number * samples + certain;
     const PointPlaces found{out.place + at, out.cell + at, out.count + at};
     if (__syncthreads_or(!pick_points(set, found, points))) {
       if (threadIdx.x == 0) {
-        fill_up(slots, samples, index.tables.classes);
+        fill_missing(slots, samples, index.tables.classes);
       }
       __syncthreads();
     }
@@ -250,9 +252,9 @@ Tensor midx_private_sets_cuda(const Tensor& ids, const Tensor& seed, int64_t fir
 Tensor midx_shared_set_cuda(const Tensor& ids, const Tensor& seed, const MidxDeviceTables& tables,
                             const Tensor& shares, int64_t samples) {
   const Tensor row_share = shares.sum(1);
-  const SharedShares of_cells{shares.const_data_ptr<double>(), row_share.const_data_ptr<double>(),
-                              tables.view.tables.codewords};
-  return draw_sets(ids, seed, 0, tables.view, of_cells, 1, samples, shares.options());
+  const SharedShares cell_shares{shares.const_data_ptr<double>(),
+                                 row_share.const_data_ptr<double>(), tables.view.tables.codewords};
+  return draw_sets(ids, seed, 0, tables.view, cell_shares, 1, samples, shares.options());
 }
 
 } // namespace cuda

@@ -81,9 +81,9 @@ Tensor alias_sample_cpu(const Tensor& seed, const Tensor& bins, std::optional<in
       [&](int64_t first, int64_t last) {
         for (int64_t q = first; q < last; ++q) {
           for (int64_t j = 0; j < num_samples; ++j) {
-            const int64_t late = tail.count() > 0 ? tail.draw(from.key(), from.query(q), j) : -1;
+            const int64_t tail_id = tail.count() > 0 ? tail.draw(from.key(), from.query(q), j) : -1;
             ids[q * num_samples + j] =
-                late < 0 ? alias_draw(from.key(), from.query(q), j, bin, tail.first) : late;
+                tail_id < 0 ? alias_draw(from.key(), from.query(q), j, bin, tail.first) : tail_id;
           }
         }
       });

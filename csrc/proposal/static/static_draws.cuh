@@ -52,8 +52,8 @@ struct AliasDraw {
       : bins(reinterpret_cast<const AliasBin*>(bins.const_data_ptr<int64_t>())),
         classes(bins.size(0)), tail(tail) {}
   __device__ int64_t operator()(uint64_t seed, uint64_t query, uint64_t draw) const {
-    const int64_t late = tail.count() > 0 ? tail.draw(seed, query, draw) : -1,
-                  id = late < 0 ? alias_draw(seed, query, draw, bins, tail.first) : late;
+    const int64_t tail_id = tail.count() > 0 ? tail.draw(seed, query, draw) : -1,
+                  id = tail_id < 0 ? alias_draw(seed, query, draw, bins, tail.first) : tail_id;
     CUDA_KERNEL_ASSERT(id >= 0 && id < classes); // fails only if the table is corrupt
     return id;
   }

@@ -37,7 +37,7 @@ int64_t check_follow(const Tensor& target, const OptionalTensor& counted, const 
   const samplers::FollowOptions options = follow_options(op, text);
   TORCH_CHECK_VALUE(!counts.open(), op, ": expected counts of dense ids, got those of open ids");
   check_streaming(op, "target", target, state, counts);
-  if (given(counted)) {
+  if (is_defined(counted)) {
     check::int64(op, "counted", *counted);
     TORCH_CHECK_VALUE(counted->dim() == 1 || (counted->dim() == 2 && counted->sym_size(1) >= 1), op,
                       ": expected counted of shape [C] or [C, T], got ", counted->sym_sizes());
@@ -84,7 +84,7 @@ void static_follow_cpu(const Tensor& target, const OptionalTensor& counted, cons
                                        tables, counts_text, text);
   check::class_ids(op, "target", target, classes, -1);
   check::class_ids(op, "excluded", excluded, classes);
-  if (given(counted)) {
+  if (is_defined(counted)) {
     check::class_ids(op, "counted", counted->dim() == 2 ? counted->select(1, 0) : *counted, classes,
                      -1);
   }
@@ -119,7 +119,7 @@ void static_follow_(const Tensor& target, const OptionalTensor& counted, const T
     TORCH_CHECK_VALUE(drawn.any().item<bool>(), op, ": expected excluded to leave a class of ",
                       classes, ", got all of them");
   }
-  if (given(counted)) {
+  if (is_defined(counted)) {
     static const auto update = find_op<decltype(streaming_update_)>("xsoftmax::streaming_update_");
     update.call(counted->dim() == 2 ? counted->select(1, 0) : *counted, {}, count, total, last,
                 seen, counts_text);
@@ -136,11 +136,11 @@ void static_follow_(const Tensor& target, const OptionalTensor& counted, const T
         sum.gt(0),
         mass.mul((1 - options.uniform_share) / sum).add(uniform.mul(options.uniform_share)),
         uniform);
-    std::vector<Tensor> fresh = empty_tables(count.device());
-    fill_tables(fresh, distribution, options.distinct);
+    std::vector<Tensor> new_tables = empty_tables(count.device());
+    fill_tables(new_tables, distribution, options.distinct);
     for (int table = 0; table < kStaticTables; ++table) {
-      if (fresh[table].numel() > 0) {
-        tables[table].copy_(fresh[table]);
+      if (new_tables[table].numel() > 0) {
+        tables[table].copy_(new_tables[table]);
       }
     }
   }

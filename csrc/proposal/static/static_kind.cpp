@@ -61,14 +61,14 @@ class UnigramKind : public StaticKind {
     return sampler.count == kStaticTables + 6 && sampler.parts.empty();
   }
   Proposal sample(const SamplerView& sampler, const DrawRequest& request) const override {
-    if (request.training && given(request.target)) {
+    if (request.training && is_defined(request.target)) {
       static const auto follow = find_op<decltype(static_follow_)>("xsoftmax::static_follow_");
       const std::string_view text = sampler.options();
-      const size_t counts = text.find('|') + 1, of_follow = text.find('|', counts) + 1;
+      const size_t counts = text.find('|') + 1, follow_begin = text.find('|', counts) + 1;
       std::vector<Tensor> state = sampler.tensors().slice(kStaticTables).vec();
       follow.call(*request.target, request.target, state[0], state[1], state[2], state[3], state[4],
                   state[5], sampler.tensors().slice(0, kStaticTables),
-                  text.substr(counts, of_follow - 1 - counts), text.substr(of_follow));
+                  text.substr(counts, follow_begin - 1 - counts), text.substr(follow_begin));
     }
     return StaticKind::sample(sampler, request);
   }

@@ -19,22 +19,22 @@ using at::Tensor;
 
 struct StaticSamplerImpl::Distribution {
   Distribution(const char* owner, const Tensor& weights, std::optional<double> power,
-               const Tensor& classes, const StaticOptions& options)
+               const Tensor& classes, const StaticOptions& requested)
       : name(owner) {
     std::tie(tables, text) =
-        static_tables(owner, optional(weights), power, optional(classes), print_options(options));
-    made = parse_options<StaticOptions>(owner, text);
+        static_tables(owner, optional(weights), power, optional(classes), print_options(requested));
+    options = parse_options<StaticOptions>(owner, text);
   }
   const char* name;
   std::vector<Tensor> tables;
   std::string text;
-  StaticOptions made;
+  StaticOptions options;
 };
 
 namespace {
 
-StaticOptions drawing(const char* distribution, int64_t num_classes, int64_t num_samples,
-                      const DrawOptions& options) {
+StaticOptions make_options(const char* distribution, int64_t num_classes, int64_t num_samples,
+                           const DrawOptions& options) {
   const bool shared = options.shared.value_or(true);
   return {.distribution = distribution,
           .num_classes = num_classes,
@@ -43,7 +43,7 @@ StaticOptions drawing(const char* distribution, int64_t num_classes, int64_t num
           .distinct = options.distinct.value_or(shared)};
 }
 
-DrawOptions asked(const SamplerRequest& request) {
+DrawOptions draw_options(const SamplerRequest& request) {
   return {.shared = request.shared, .exclude = request.exclude};
 }
 
@@ -57,7 +57,7 @@ template <typename Sampler>
 void register_distribution(const char* name) {
   register_sampler(name, [name](const SamplerRequest& request) {
     return std::make_shared<Sampler>(request.num_classes, num_samples_of(name, request),
-                                     asked(request));
+                                     draw_options(request));
   });
 }
 
@@ -66,7 +66,7 @@ std::shared_ptr<SamplerImpl> make_unigram(const SamplerRequest& request) {
   TORCH_CHECK_VALUE(size == request.num_classes, "make_sampler: expected counts of ",
                     request.num_classes, " classes for \"unigram\", got ", size);
   return std::make_shared<UnigramSamplerImpl>(request.counts, num_samples_of("unigram", request),
-                                              0.75, asked(request));
+                                              0.75, draw_options(request));
 }
 
 [[maybe_unused]] const bool registered = [] {
@@ -85,30 +85,31 @@ std::shared_ptr<SamplerImpl> make_unigram(const SamplerRequest& request) {
 } // namespace
 
 StaticSamplerImpl::StaticSamplerImpl(const Distribution& distribution)
-    : DescribedSamplerImpl(distribution.name, distribution.made.num_classes,
-                           distribution.made.num_samples, distribution.made.shared,
-                           distribution.made.distinct),
+    : DescribedSamplerImpl(distribution.name, distribution.options.num_classes,
+                           distribution.options.num_samples, distribution.options.shared,
+                           distribution.options.distinct),
       tables_(distribution.tables), options_(distribution.text) {}
 
 StaticSamplerImpl::StaticSamplerImpl(const Tensor& weights, int64_t num_samples,
                                      const DrawOptions& options)
     : StaticSamplerImpl(Distribution("StaticSampler", weights, {}, options.exclude,
-                                     drawing("table", 0, num_samples, options))) {}
+                                     make_options("table", 0, num_samples, options))) {}
 UniformSamplerImpl::UniformSamplerImpl(int64_t num_classes, int64_t num_samples,
                                        const DrawOptions& options)
     : StaticSamplerImpl(Distribution("UniformSampler", {}, {}, options.exclude,
-                                     drawing("uniform", num_classes, num_samples, options))) {}
+                                     make_options("uniform", num_classes, num_samples, options))) {}
 LogUniformSamplerImpl::LogUniformSamplerImpl(int64_t num_classes, int64_t num_samples,
                                              const DrawOptions& options)
-    : StaticSamplerImpl(Distribution("LogUniformSampler", {}, {}, options.exclude,
-                                     drawing("log_uniform", num_classes, num_samples, options))) {}
+    : StaticSamplerImpl(
+          Distribution("LogUniformSampler", {}, {}, options.exclude,
+                       make_options("log_uniform", num_classes, num_samples, options))) {}
 UnigramSamplerImpl::UnigramSamplerImpl(const Tensor& counts, int64_t num_samples, double power,
                                        const DrawOptions& options)
     : StaticSamplerImpl(Distribution("UnigramSampler", counts, power, options.exclude,
-                                     drawing("table", 0, num_samples, options))) {}
+                                     make_options("table", 0, num_samples, options))) {}
 FixedSamplerImpl::FixedSamplerImpl(int64_t num_classes, const Tensor& ids)
     : StaticSamplerImpl(
-          Distribution("FixedSampler", {}, {}, ids, drawing("fixed", num_classes, 0, {}))) {}
+          Distribution("FixedSampler", {}, {}, ids, make_options("fixed", num_classes, 0, {}))) {}
 
 std::string StaticSamplerImpl::describe() const { return "static:7:" + options_; }
 
@@ -225,9 +226,9 @@ int64_t num_ids_of(const char* owner, const StreamingCounts& counts) {
 
 UnigramSamplerImpl::UnigramSamplerImpl(StreamingCounts counts, int64_t num_samples,
                                        const FollowOptions& follow, const DrawOptions& options)
-    : StaticSamplerImpl(Distribution("UnigramSampler",
-                                     at::ones({num_ids_of("UnigramSampler", counts)}), {},
-                                     options.exclude, drawing("table", 0, num_samples, options))),
+    : StaticSamplerImpl(
+          Distribution("UnigramSampler", at::ones({num_ids_of("UnigramSampler", counts)}), {},
+                       options.exclude, make_options("table", 0, num_samples, options))),
       follow_(follow), draws_(options) {
   follow_.distinct = distinct();
   follow_options("UnigramSampler", print_options(follow_));
@@ -284,7 +285,7 @@ void UnigramSamplerImpl::load(torch::serialize::InputArchive& archive) {
   if (streaming.is_empty()) {
     return StaticSamplerImpl::load(archive);
   }
-  bool same = true, of_distribution = false;
+  bool same = true, has_distribution = false;
   std::string missing;
   for (auto& item : named_buffers(/*recurse=*/false)) {
     Tensor saved;
@@ -292,12 +293,12 @@ void UnigramSamplerImpl::load(torch::serialize::InputArchive& archive) {
       missing += (missing.empty() ? "" : ", ") + item.key();
       continue;
     }
-    of_distribution = of_distribution || item.key() == "probability";
+    has_distribution = has_distribution || item.key() == "probability";
     same = same && saved.sizes() == item.value().sizes() &&
         (item.key() != "probability" ||
          at::equal(saved.eq(0).nonzero().squeeze(1).to(excluded_.device()), excluded_));
   }
-  TORCH_CHECK_VALUE(missing.empty() || !same || !of_distribution, name(),
+  TORCH_CHECK_VALUE(missing.empty() || !same || !has_distribution, name(),
                     ": expected a checkpoint with all tables or none of them, got one without ",
                     missing);
   same = same && missing.empty();
@@ -325,19 +326,19 @@ void UnigramSamplerImpl::to(torch::Device device, bool non_blocking) {
   }
 }
 
-InBatchSamplerImpl::InBatchSamplerImpl(int64_t num_classes, StreamingCounts given)
+InBatchSamplerImpl::InBatchSamplerImpl(int64_t num_classes, StreamingCounts streaming_counts)
     : DescribedSamplerImpl("InBatchSampler", num_classes, kOfBatch, /*shared=*/true),
       drawn_(at::zeros({}, at::kLong)) {
-  if (given.is_empty()) {
+  if (streaming_counts.is_empty()) {
     options_ = print_options(StreamingOptions{.num_ids = num_classes});
     std::tie(counts, total, last_, seen_) = xsoftmax::streaming_counts(name(), options_);
     counts = register_buffer("counts", counts);
     total = register_buffer("total", total);
   } else {
-    TORCH_CHECK_VALUE(given->num_ids().value_or(num_classes) == num_classes, name(),
+    TORCH_CHECK_VALUE(streaming_counts->num_ids().value_or(num_classes) == num_classes, name(),
                       ": expected counts of ", num_classes, " ids or of open ones, got ",
-                      *given->num_ids());
-    streaming = register_module("streaming", given);
+                      *streaming_counts->num_ids());
+    streaming = register_module("streaming", streaming_counts);
     options_ = streaming->options();
   }
 }

@@ -68,14 +68,14 @@ void static_grow_(at::TensorList tables, at::TensorList tail, int64_t num_classe
   check::dtype(op, "probability", tables[kProbability], at::kDouble);
   TORCH_CHECK_VALUE(!tail.empty(), op, ": expected tail, got none");
   check_tail(op, tail_of(tables));
-  const StaticTail behind = static_tail(op, tail, num_classes);
+  const StaticTail new_tail = static_tail(op, tail, num_classes);
   const int64_t before = tables[kProbability].size(0),
                 count = std::max<int64_t>(0, num_classes - before);
   const Tensor ids =
       at::arange(before, before + count, tables[kProbability].options().dtype(at::kLong));
-  const Tensor weights = behind.log_uniform
-      ? ids.to(at::kDouble).add_(1).reciprocal_().log1p_().mul_(behind.weight)
-      : at::full({count}, behind.weight, tables[kProbability].options());
+  const Tensor weights = new_tail.log_uniform
+      ? ids.to(at::kDouble).add_(1).reciprocal_().log1p_().mul_(new_tail.weight)
+      : at::full({count}, new_tail.weight, tables[kProbability].options());
   const Tensor bins = at::stack({at::full_like(ids, int64_t(1) << 53), ids}, 1),
                zeros = at::zeros_like(weights);
   const Tensor* const rows[] = {&weights, &bins, &ids, &zeros};
@@ -135,9 +135,9 @@ std::tuple<std::vector<Tensor>, std::string> static_resize(std::string owner, at
   TORCH_CHECK_VALUE(num_classes > kept || old.gt(0).any().item<bool>(), op,
                     ": expected num_classes that leave a class to draw, got ", num_classes);
   if (distribution == "log_uniform") {
-    StaticOptions of_distribution = options;
-    of_distribution.distribution = "log_uniform";
-    return static_tables(owner, distribution_weights(of_distribution, old.device()), {},
+    StaticOptions log_uniform_options = options;
+    log_uniform_options.distribution = "log_uniform";
+    return static_tables(owner, distribution_weights(log_uniform_options, old.device()), {},
                          old.eq(0).nonzero().squeeze(1), print_options(options));
   }
   const Tensor least =

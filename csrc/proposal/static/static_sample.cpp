@@ -35,14 +35,14 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 double log_of(int64_t count) { return std::log(double(count)); }
 
-struct Drawn {
+struct DrawnIds {
   Tensor ids;
   // For "table": log c, where a class's expected count is c q; float64, 0-dim.
   Tensor log_scale;
 };
 
-Drawn draw(const StaticOptions& options, const Tensor& seed, OptionalSize queries,
-           at::TensorList tables) {
+DrawnIds draw(const StaticOptions& options, const Tensor& seed, OptionalSize queries,
+              at::TensorList tables) {
   using Size = c10::SymInt;
   static const auto uniform = find_op<Tensor(const Tensor&, Size, Size, OptionalSize, Size, bool)>(
       "xsoftmax::uniform_sample");
@@ -81,7 +81,7 @@ Drawn draw(const StaticOptions& options, const Tensor& seed, OptionalSize querie
 
 // Returns whether ids are in ascending `classes`. (at::isin would search in float64 and wait for
 // the device.)
-Tensor is_one_of(const Tensor& ids, const Tensor& classes) {
+Tensor contains(const Tensor& ids, const Tensor& classes) {
   if (classes.sym_numel() == 0) {
     return at::zeros_like(ids, ids.options().dtype(at::kBool));
   }
@@ -94,7 +94,7 @@ Tensor is_one_of(const Tensor& ids, const Tensor& classes) {
 Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const Tensor& ids,
                   at::TensorList tables) {
   if (options.distribution == "fixed") {
-    return at::where(is_one_of(ids, tables[kOrder]), at::zeros({}, ids.options().dtype(at::kFloat)),
+    return at::where(contains(ids, tables[kOrder]), at::zeros({}, ids.options().dtype(at::kFloat)),
                      -kInfinity);
   }
   if (options.distribution == "table") {
@@ -132,7 +132,7 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
 }
 
 // Returns the log counts of drawn ids. For "uniform" and "fixed" they are one number.
-Tensor log_counts_of_draws(const StaticOptions& options, const Drawn& drawn,
+Tensor log_counts_of_draws(const StaticOptions& options, const DrawnIds& drawn,
                            at::TensorList tables) {
   if (options.distribution == "uniform" || options.distribution == "fixed") {
     const double value = options.distribution == "fixed" ? 0.0 : static_log_scale(options);
@@ -148,7 +148,7 @@ Tensor log_counts_of_draws(const StaticOptions& options, const Drawn& drawn,
 
 Draws static_sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target,
                         at::TensorList tables, std::string_view text) {
-  if (given(target)) {
+  if (is_defined(target)) {
     const StaticOptions options = static_options("static_sample", tables, text);
     check::int64("static_sample", "target", *target);
     check::class_ids("static_sample", "target", *target, options.num_classes, -1);
@@ -190,14 +190,14 @@ Draws static_sample(const Tensor& seed, const Tensor& queries, const OptionalTen
   constexpr const char* op = "static_sample";
   const StaticOptions options = static_options(op, tables, text);
   check::dim(op, "queries", queries, 2);
-  const Drawn drawn = draw(
+  const DrawnIds drawn = draw(
       options, seed, options.shared ? OptionalSize() : OptionalSize(queries.sym_size(0)), tables);
-  Tensor of_target = at::empty({0}, seed.options().dtype(at::kFloat));
-  if (given(target)) {
+  Tensor target_log_count = at::empty({0}, seed.options().dtype(at::kFloat));
+  if (is_defined(target)) {
     check::int64(op, "target", *target);
-    of_target = log_counts(options, drawn.log_scale, *target, tables);
+    target_log_count = log_counts(options, drawn.log_scale, *target, tables);
   }
-  return {drawn.ids, log_counts_of_draws(options, drawn, tables), of_target};
+  return {drawn.ids, log_counts_of_draws(options, drawn, tables), target_log_count};
 }
 
 Tensor static_log_count(const Tensor& ids, at::TensorList tables, std::string_view text) {

@@ -60,7 +60,7 @@ class CountedSample {
   CountedSample(const Tensor& seed, const OptionalTensor& target, const Tensor& ids,
                 int64_t num_samples)
       : ids_(ids), log_count_(at::empty(ids.sizes(), ids.options().dtype(at::kFloat))),
-        target_(given(target) ? target->contiguous() : Tensor()),
+        target_(is_defined(target) ? target->contiguous() : Tensor()),
         target_log_count_(target_.defined() ? at::empty(target_.sizes(), log_count_.options())
                                             : at::empty({0}, log_count_.options())),
         draws_{DrawSeed(seed),
@@ -169,7 +169,7 @@ std::tuple<Tensor, Tensor, Tensor> static_sample_cuda(const Tensor& seed, const 
     return static_sample(seed, queries, target, tables, text);
   }
   check::dim(kOp, "queries", queries, 2);
-  if (given(target)) {
+  if (is_defined(target)) {
     check::int64(kOp, "target", *target);
     check::same_device(kOp, "target", *target, "seed", seed);
   }

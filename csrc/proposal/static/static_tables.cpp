@@ -114,7 +114,7 @@ std::tuple<std::vector<Tensor>, std::string> static_tables(std::string owner,
                                                            std::string_view text) {
   StaticOptions options = parse_options<StaticOptions>(owner.c_str(), text);
   Tensor mass;
-  if (given(weights)) {
+  if (is_defined(weights)) {
     mass = given_weights(owner, *weights, power);
     options.distribution = "table";
     options.num_classes = mass.numel();

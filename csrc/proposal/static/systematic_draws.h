@@ -65,8 +65,8 @@ XS_HOST_DEVICE inline double systematic_tail(const SystematicTables& tables, int
     double weight[kAhead];
     for (int i = 0; i < kAhead; ++i) {
       const int64_t b = first + i, slot = slots + (b < more ? 1 : 0);
-      const bool there = b < tables.buckets && slot < all + (b < longer ? 1 : 0);
-      weight[i] = there ? tables.cumulative[b * all + (b < longer ? b : longer) + slot] : 0.0;
+      const bool exists = b < tables.buckets && slot < all + (b < longer ? 1 : 0);
+      weight[i] = exists ? tables.cumulative[b * all + (b < longer ? b : longer) + slot] : 0.0;
     }
     for (int i = 0; i < kAhead; ++i) {
       tail += weight[i];
@@ -75,13 +75,14 @@ XS_HOST_DEVICE inline double systematic_tail(const SystematicTables& tables, int
   return tail + tables.tail.mass;
 }
 
-/// Returns the first position in [0, end) for which `holds` is true (it must be monotonic), or end.
+/// Returns the first position in [0, end) for which `predicate` is true (it must be monotonic), or
+/// end.
 template <typename Predicate>
-XS_HOST_DEVICE int64_t first_where(int64_t end, Predicate holds) {
+XS_HOST_DEVICE int64_t first_where(int64_t end, Predicate predicate) {
   int64_t first = 0;
   while (first < end) {
     const int64_t middle = first + (end - first) / 2;
-    if (holds(middle)) {
+    if (predicate(middle)) {
       end = middle;
     } else {
       first = middle + 1;
@@ -227,7 +228,7 @@ class SystematicLayout {
   /// be parallelised over points.
   XS_HOST_DEVICE void pick(int64_t* ids) const {
     rank<16>(ids, 0, points());
-    catch_up(ids);
+    make_increasing(ids);
     name(ids, 0, points());
   }
 
@@ -239,7 +240,7 @@ class SystematicLayout {
       const int lanes = kLanes == 1 ? 1 : int(last - k < kLanes ? last - k : kLanes);
       SlotSearches<kLanes> searches;
       for (int i = 0; i < lanes; ++i) {
-        at = aim(searches, i, (offset_ + double(k + i)) / double(points()), at);
+        at = find_id(searches, i, (offset_ + double(k + i)) / double(points()), at);
       }
       searches.run(tables_.cumulative, lanes);
       for (int i = 0; i < lanes; ++i) {
@@ -248,15 +249,15 @@ class SystematicLayout {
     }
   }
 
-  /// Returns whether catch_up changes nothing at point k.
-  XS_HOST_DEVICE bool is_caught_up(const int64_t* ids, int64_t k) const {
+  /// Returns whether make_increasing changes nothing at point k.
+  XS_HOST_DEVICE bool is_increasing(const int64_t* ids, int64_t k) const {
     return (k == 0 || ids[k] > ids[k - 1]) && ids[k] < rank_[tables_.parts()];
   }
 
   /// Makes the ranks distinct. No class is longer than the distance between two points, so ranks
   /// ascend except for rounding. If two points share a class, the second one moves to the next
   /// class; points pushed past the end move back.
-  XS_HOST_DEVICE void catch_up(int64_t* ids) const {
+  XS_HOST_DEVICE void make_increasing(int64_t* ids) const {
     for (int64_t k = 1; k < points(); ++k) {
       ids[k] = ids[k] <= ids[k - 1] ? ids[k - 1] + 1 : ids[k];
     }
@@ -278,8 +279,8 @@ class SystematicLayout {
   /// Sets up the search of `lane` for the class at a fraction of the layout's length. `at` is the
   /// position of the previous point's bucket; returns the position of this one's.
   template <int kLanes>
-  XS_HOST_DEVICE int64_t aim(SlotSearches<kLanes>& searches, int lane, double fraction,
-                             int64_t at) const {
+  XS_HOST_DEVICE int64_t find_id(SlotSearches<kLanes>& searches, int lane, double fraction,
+                                 int64_t at) const {
     const double total = start_[tables_.parts()];
     // Rounding may move the last point past the end, where only empty buckets can follow.
     while (at + 1 < last_place_ && std::fma(fraction, total, -start_[at + 1]) >= 0) {

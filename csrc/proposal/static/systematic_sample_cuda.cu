@@ -22,15 +22,15 @@ struct TableAsserts {
   }
 };
 
-/// Returns the first position in [0, end) for which `holds` is true, or end, in every thread of the
-/// block. Each thread probes one position per round.
+/// Returns the first position in [0, end) for which `predicate` is true, or end, in every thread of
+/// the block. Each thread probes one position per round.
 template <typename Predicate>
-__device__ int64_t block_first_where(int64_t end, const Predicate& holds) {
+__device__ int64_t block_first_where(int64_t end, const Predicate& predicate) {
   int64_t low = 0, high = end; // the first position is in [low, high]
   while (low < high) {
     const int64_t step = (high - low + blockDim.x - 1) / blockDim.x,
                   probe = low + (int64_t(threadIdx.x) + 1) * step - 1;
-    const int64_t before = __syncthreads_count(!(probe >= high || holds(probe)));
+    const int64_t before = __syncthreads_count(!(probe >= high || predicate(probe)));
     const int64_t first = low + before * step, last = first + step - 1;
     low = first < high ? first : high;
     high = last < high ? last : high;
@@ -101,7 +101,7 @@ struct Team {
 };
 
 /// Draws one set per team. Points are looked up in parallel; only the rare corrections between them
-/// (catch_up) are done by one thread.
+/// (make_increasing) are done by one thread.
 template <bool kBlock>
 __device__ void draw_sets(int64_t* ids, DrawSeed seed, const SystematicTables& tables,
                           const SystematicPlan* plan, int64_t num_sets) {
@@ -134,13 +134,13 @@ __device__ void draw_sets(int64_t* ids, DrawSeed seed, const SystematicTables& t
       layout.template rank<1>(picked, k, k + 1);
     }
     Team::sync();
-    bool not_caught_up = false;
+    bool not_increasing = false;
     for (int64_t k = Team::member(); k < layout.points(); k += Team::members()) {
-      not_caught_up = not_caught_up || !layout.is_caught_up(picked, k);
+      not_increasing = not_increasing || !layout.is_increasing(picked, k);
     }
-    if (Team::any(not_caught_up)) {
+    if (Team::any(not_increasing)) {
       if (Team::member() == 0) {
-        layout.catch_up(picked);
+        layout.make_increasing(picked);
       }
       Team::sync();
     }

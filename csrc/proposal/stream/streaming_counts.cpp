@@ -33,7 +33,8 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kMaxHashes = 64;
 
 // Returns how often each of `rows` occurs among the counted keys; all keys are below `none`.
-Tensor sightings_of(const Tensor& rows, const Tensor& keys, const Tensor& counted, int64_t none) {
+Tensor count_occurrences(const Tensor& rows, const Tensor& keys, const Tensor& counted,
+                         int64_t none) {
   const Tensor sorted = std::get<0>(at::where(counted, keys, none).sort());
   return at::searchsorted(sorted, rows, /*out_int32=*/false, /*right=*/true)
       .sub(at::searchsorted(sorted, rows))
@@ -42,7 +43,7 @@ Tensor sightings_of(const Tensor& rows, const Tensor& keys, const Tensor& counte
 
 // Replaces keys that are not counted by one that is, which is then written twice with the same
 // value.
-Tensor filled_up(const Tensor& keys, const Tensor& counted) {
+Tensor replace_ignored(const Tensor& keys, const Tensor& counted) {
   return at::where(counted, keys, at::where(counted, keys, -1).max().clamp_min(0));
 }
 
@@ -53,20 +54,22 @@ void update_dense(const Tensor& ids, const StreamingState& state, const Streamin
     state.total.add_(number);
     return;
   }
-  const Tensor rows = filled_up(ids, counted), any = number.gt(0), now = state.seen.add(number);
+  const Tensor rows = replace_ignored(ids, counted), any = number.gt(0),
+               now = state.seen.add(number);
   const Tensor count = state.count.index_select(0, rows), last = state.last.index_select(0, rows);
   const Tensor decayed =
       count.mul(last.to(at::kDouble).sub(now.to(at::kDouble)).div(*options.half_life).exp2());
   // Not index_add_, which sums non-integers in an unspecified order.
   state.count.index_copy_(
-      0, rows, at::where(any, decayed + sightings_of(rows, ids, counted, *options.num_ids), count));
+      0, rows,
+      at::where(any, decayed + count_occurrences(rows, ids, counted, *options.num_ids), count));
   state.last.index_copy_(0, rows, at::where(any, now, last));
   state.total.mul_(number.neg().to(at::kDouble).div(*options.half_life).exp2()).add_(number);
   state.seen.copy_(now);
 }
 
-Tensor logical_right_shift(const Tensor& x, int64_t by) {
-  return x.bitwise_right_shift(by).bitwise_and((int64_t(1) << (64 - by)) - 1);
+Tensor logical_right_shift(const Tensor& x, int64_t bits) {
+  return x.bitwise_right_shift(bits).bitwise_and((int64_t(1) << (64 - bits)) - 1);
 }
 
 Tensor buckets_of(const Tensor& ids, int64_t k, int64_t buckets) {
@@ -81,24 +84,25 @@ void update_open(const Tensor& ids, const Tensor& counted, const StreamingState&
   const Tensor number = counted.sum(), any = number.gt(0), now = state.seen.add(number),
                time = now.to(at::kDouble);
   for (int64_t k = 0; k < options.hashes; ++k) {
-    Tensor gaps = state.count.select(0, k), lasts = state.last.select(0, k);
-    const Tensor bucket = buckets_of(ids, k, options.buckets), rows = filled_up(bucket, counted);
-    const Tensor sightings = sightings_of(rows, bucket, counted, options.buckets);
-    const Tensor gap = gaps.index_select(0, rows), last = lasts.index_select(0, rows),
+    Tensor gaps = state.count.select(0, k), last_seen = state.last.select(0, k);
+    const Tensor bucket = buckets_of(ids, k, options.buckets),
+                 rows = replace_ignored(bucket, counted);
+    const Tensor occurrences = count_occurrences(rows, bucket, counted, options.buckets);
+    const Tensor gap = gaps.index_select(0, rows), last = last_seen.index_select(0, rows),
                  before = last.to(at::kDouble);
-    const Tensor length = sightings.mul(gap);
+    const Tensor length = occurrences.mul(gap);
     const Tensor weight = options.alpha.has_value()
-        ? at::expm1(sightings.mul(std::log1p(-*options.alpha))).neg()
+        ? at::expm1(occurrences.mul(std::log1p(-*options.alpha))).neg()
         : length.div(length.add(before.clamp_max(streaming_memory(options))));
-    const Tensor moved = gap.add(weight.mul(time.sub(before).div(sightings).sub(gap)));
-    const Tensor next = at::where(gap.gt(0), moved, time.div(sightings));
+    const Tensor moved = gap.add(weight.mul(time.sub(before).div(occurrences).sub(gap)));
+    const Tensor next = at::where(gap.gt(0), moved, time.div(occurrences));
     gaps.index_copy_(0, rows, at::where(any, next, gap));
-    lasts.index_copy_(0, rows, at::where(any, now, last));
+    last_seen.index_copy_(0, rows, at::where(any, now, last));
   }
-  const Tensor fall = options.half_life.has_value()
+  const Tensor decay_factor = options.half_life.has_value()
       ? number.neg().to(at::kDouble).div(*options.half_life).exp2()
       : at::ones_like(time);
-  state.total.mul_(fall).add_(number);
+  state.total.mul_(decay_factor).add_(number);
   state.seen.copy_(now);
 }
 
@@ -133,7 +137,7 @@ void streaming_update_meta(const Tensor& ids, const OptionalTensor& mask, Tensor
   constexpr const char* op = "streaming_update_";
   const StreamingOptions options = streaming_options(op, text);
   check_streaming(op, "ids", ids, state, options);
-  shown_ids(op, ids, mask, options);
+  unmasked_ids(op, ids, mask, options);
 }
 
 void check_forget(const char* op, const Tensor& ids, const StreamingState& state,
@@ -217,9 +221,9 @@ void check_streaming(const char* op, const char* ids_name, const Tensor& ids,
   check::same_device(op, "seen", state.seen, ids_name, ids);
 }
 
-Tensor shown_ids(const char* op, const Tensor& ids, const OptionalTensor& mask,
-                 const StreamingOptions& options) {
-  if (!given(mask)) {
+Tensor unmasked_ids(const char* op, const Tensor& ids, const OptionalTensor& mask,
+                    const StreamingOptions& options) {
+  if (!is_defined(mask)) {
     return ids;
   }
   check::dtype(op, "mask", *mask, at::kBool);
@@ -249,17 +253,17 @@ void streaming_update_(const Tensor& ids, const OptionalTensor& mask, Tensor& co
   constexpr const char* op = "streaming_update_";
   const StreamingOptions options = streaming_options(op, text);
   check_streaming(op, "ids", ids, state, options);
-  const Tensor shown = shown_ids(op, ids, mask, options).reshape({-1});
-  if (shown.sym_numel() == 0) {
+  const Tensor unmasked = unmasked_ids(op, ids, mask, options).reshape({-1});
+  if (unmasked.sym_numel() == 0) {
     return;
   }
   if (options.open()) {
-    update_open(
-        shown,
-        given(mask) ? mask->reshape({-1}) : at::ones_like(shown, shown.options().dtype(at::kBool)),
-        state, options);
+    update_open(unmasked,
+                is_defined(mask) ? mask->reshape({-1})
+                                 : at::ones_like(unmasked, unmasked.options().dtype(at::kBool)),
+                state, options);
   } else {
-    update_dense(shown, state, options);
+    update_dense(unmasked, state, options);
   }
 }
 

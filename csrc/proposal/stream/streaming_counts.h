@@ -91,8 +91,8 @@ StreamingOptions streaming_options(const char* owner, std::string_view text);
 void check_streaming(const char* op, const char* ids_name, const at::Tensor& ids,
                      const StreamingState& state, const StreamingOptions& options);
 /// Returns the ids to count, with -1 where mask is false. Open ids are returned unchanged.
-at::Tensor shown_ids(const char* op, const at::Tensor& ids, const OptionalTensor& mask,
-                     const StreamingOptions& options);
+at::Tensor unmasked_ids(const char* op, const at::Tensor& ids, const OptionalTensor& mask,
+                        const StreamingOptions& options);
 
 // ---- arithmetic shared by the host kernel and the composite
 

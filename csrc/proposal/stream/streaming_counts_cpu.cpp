@@ -17,7 +17,7 @@ using at::Tensor;
 
 constexpr int64_t kAhead = 16, kGrain = 2048;
 
-bool plain(const StreamingState& state) {
+bool has_plain_layout(const StreamingState& state) {
   return !use_reference() && state.count.is_contiguous() && state.last.is_contiguous();
 }
 
@@ -73,7 +73,7 @@ void update_open(const Tensor& ids, const bool* mask, const StreamingState& stat
   }
   double *gaps = state.count.mutable_data_ptr<double>(),
          *total = state.total.mutable_data_ptr<double>();
-  int64_t *lasts = state.last.mutable_data_ptr<int64_t>(),
+  int64_t *last_seen = state.last.mutable_data_ptr<int64_t>(),
           *seen = state.seen.mutable_data_ptr<int64_t>();
   const int64_t now = int64_t(uint64_t(*seen) + uint64_t(number));
   const double memory = streaming_memory(options),
@@ -89,19 +89,19 @@ void update_open(const Tensor& ids, const bool* mask, const StreamingState& stat
       }
       std::sort(bucket.begin(), bucket.end());
       double* gap = gaps + k * options.buckets;
-      int64_t* last = lasts + k * options.buckets;
+      int64_t* last = last_seen + k * options.buckets;
       for (auto at = bucket.begin(); at != bucket.end();) {
         const auto next =
             std::find_if(at, bucket.end(), [&](int64_t other) { return other != *at; });
-        const double sightings = double(next - at), before = double(last[*at]),
-                     length = sightings * gap[*at];
+        const double occurrences = double(next - at), before = double(last[*at]),
+                     length = occurrences * gap[*at];
         if (gap[*at] > 0) {
           const double weight = options.alpha.has_value()
-              ? -std::expm1(sightings * log_keep)
+              ? -std::expm1(occurrences * log_keep)
               : length / (length + std::min(before, memory));
-          gap[*at] += weight * ((double(now) - before) / sightings - gap[*at]);
+          gap[*at] += weight * ((double(now) - before) / occurrences - gap[*at]);
         } else {
-          gap[*at] = double(now) / sightings;
+          gap[*at] = double(now) / occurrences;
         }
         last[*at] = now;
         at = next;
@@ -120,19 +120,19 @@ void streaming_update_cpu(const Tensor& ids, const OptionalTensor& mask, Tensor&
   constexpr const char* op = "streaming_update_";
   const StreamingOptions options = streaming_options(op, text);
   check_streaming(op, "ids", ids, state, options);
-  const Tensor shown = shown_ids(op, ids, mask, options).contiguous();
+  const Tensor unmasked = unmasked_ids(op, ids, mask, options).contiguous();
   const std::lock_guard guard(state_lock(total));
   if (!options.open()) {
-    check::class_ids(op, "ids", shown, *options.num_ids, -1);
+    check::class_ids(op, "ids", unmasked, *options.num_ids, -1);
   }
-  if (!plain(state)) {
+  if (!has_plain_layout(state)) {
     streaming_update_(ids, mask, count, total, last, seen, text);
   } else if (options.open()) {
-    const Tensor counted = given(mask) ? mask->contiguous() : Tensor();
-    update_open(shown, counted.defined() ? counted.const_data_ptr<bool>() : nullptr, state,
+    const Tensor counted = is_defined(mask) ? mask->contiguous() : Tensor();
+    update_open(unmasked, counted.defined() ? counted.const_data_ptr<bool>() : nullptr, state,
                 options);
   } else {
-    update_dense(shown, state, options);
+    update_dense(unmasked, state, options);
   }
 }
 
@@ -146,10 +146,11 @@ double longest_gap(const double* gaps, int64_t id, const StreamingOptions& optio
   return longest;
 }
 
-/// Returns of_open(gap), of_exact(count) or of_decayed(count, log 2 of the decay) for each id.
+/// Returns open_value(gap), exact_value(count) or decayed_value(count, log 2 of the decay) for each
+/// id.
 template <typename Open, typename Exact, typename Decayed>
-Tensor of_each(const Tensor& ids, const StreamingState& state, const StreamingOptions& options,
-               const Open& of_open, const Exact& of_exact, const Decayed& of_decayed) {
+Tensor map_ids(const Tensor& ids, const StreamingState& state, const StreamingOptions& options,
+               const Open& open_value, const Exact& exact_value, const Decayed& decayed_value) {
   const Tensor flat = ids.contiguous(),
                out = at::empty(ids.sizes(), ids.options().dtype(at::kDouble));
   const int64_t* id = flat.const_data_ptr<int64_t>();
@@ -161,13 +162,13 @@ Tensor of_each(const Tensor& ids, const StreamingState& state, const StreamingOp
   at::parallel_for(0, flat.numel(), kGrain, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       if (options.open()) {
-        to[i] = of_open(longest_gap(number, id[i], options));
+        to[i] = open_value(longest_gap(number, id[i], options));
       } else if (options.exact()) {
-        to[i] = of_exact(id[i] < 0 ? 0.0 : double(count[id[i]]));
+        to[i] = exact_value(id[i] < 0 ? 0.0 : double(count[id[i]]));
       } else {
         to[i] = id[i] < 0
-            ? of_decayed(0.0, 0.0)
-            : of_decayed(number[id[i]], (double(last[id[i]]) - now) / *options.half_life);
+            ? decayed_value(0.0, 0.0)
+            : decayed_value(number[id[i]], (double(last[id[i]]) - now) / *options.half_life);
       }
     }
   });
@@ -181,7 +182,7 @@ bool checked(const char* op, const Tensor& ids, const StreamingState& state,
   if (!options.open()) {
     check::class_ids(op, "ids", ids, *options.num_ids, -1);
   }
-  return plain(state);
+  return has_plain_layout(state);
 }
 
 Tensor streaming_count_cpu(const Tensor& ids, const Tensor& count, const Tensor& total,
@@ -194,7 +195,7 @@ Tensor streaming_count_cpu(const Tensor& ids, const Tensor& count, const Tensor&
   }
   const std::shared_lock guard(state_lock(total));
   const double number = options.open() ? *total.const_data_ptr<double>() : 0;
-  return of_each(
+  return map_ids(
       ids, state, options, [&](double gap) { return number / gap; },
       [](double count) { return count; },
       [](double count, double decay) { return count * std::exp2(decay); });
@@ -212,7 +213,7 @@ Tensor streaming_log_prob_cpu(const Tensor& ids, const Tensor& count, const Tens
   const double number =
       options.exact() ? double(*total.const_data_ptr<int64_t>()) : *total.const_data_ptr<double>();
   const double all = std::log(std::max(number, 1.0));
-  return of_each(
+  return map_ids(
       ids, state, options, [](double gap) { return -std::log(gap); },
       [&](double count) { return std::log(count) - all; },
       [&](double count, double decay) { return std::log(count) + decay * kLog2 - all; });

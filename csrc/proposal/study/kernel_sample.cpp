@@ -137,8 +137,8 @@ int64_t leaves_of(int64_t classes, int64_t dim, const KernelOptions& options) {
 }
 
 // Builds the index as if all rows were 0.
-std::vector<Tensor> of_zeros(const Tensor& is_drawn, const Tensor& directions, int64_t dim,
-                             const KernelOptions& options) {
+std::vector<Tensor> zero_tables(const Tensor& is_drawn, const Tensor& directions, int64_t dim,
+                                const KernelOptions& options) {
   const Tensor order = is_drawn.nonzero().squeeze(1);
   const auto longs = order.options(), floats = longs.dtype(at::kFloat);
   const int64_t classes = order.size(0), width = dim + options.bias,
@@ -155,7 +155,7 @@ std::vector<Tensor> of_zeros(const Tensor& is_drawn, const Tensor& directions, i
 template <typename Made>
 void sum_up(const KernelIndex& index, const Made& made) {
   const int64_t leaves = index.leaves();
-  const Tensor of_leaves = index.sums.narrow(0, leaves, leaves);
+  const Tensor leaf_sums = index.sums.narrow(0, leaves, leaves);
   // Batched products and sums over leaves add in a fixed order on any device.
   const int64_t width = index.rows.size(1),
                 of_leaf =
@@ -164,7 +164,7 @@ void sum_up(const KernelIndex& index, const Made& made) {
   for (int64_t first = 0; first < leaves; first += block) {
     const int64_t count = std::min(block, leaves - first);
     const Tensor rows = rows_of_leaves(index, first, count);
-    of_leaves.narrow(0, first, count).copy_(index.sphere() ? pair_sums(rows) : rows.sum(1));
+    leaf_sums.narrow(0, first, count).copy_(index.sphere() ? pair_sums(rows) : rows.sum(1));
     made(index.classes() * count / leaves);
   }
   for (int64_t first = leaves / 2; first >= 1; first /= 2) {
@@ -181,7 +181,7 @@ std::vector<Tensor> KernelFamily::make(const Tensor& is_drawn, int64_t dim,
   const Tensor directions = options.sphere()
       ? at::empty({0}, floats)
       : at::randn({options.features, dim + options.bias}, floats).mul_(std::sqrt(options.tau));
-  return of_zeros(is_drawn, directions, dim, options);
+  return zero_tables(is_drawn, directions, dim, options);
 }
 
 std::vector<Tensor> KernelFamily::resized(const Tensor& is_drawn, const OptionalTensor& rows,
@@ -189,17 +189,18 @@ std::vector<Tensor> KernelFamily::resized(const Tensor& is_drawn, const Optional
                                           const KernelOptions& options) {
   const Tensor directions =
       index.sphere() ? at::empty({0}, index.rows.options()) : index.directions->clone();
-  std::vector<Tensor> tables = of_zeros(is_drawn, directions, index.dim.expect_int(), options);
-  if (given(rows)) {
+  std::vector<Tensor> tables = zero_tables(is_drawn, directions, index.dim.expect_int(), options);
+  if (is_defined(rows)) {
     // Rows are in the order of class ids.
     const int64_t added = rows->size(0), kept = tables[1].size(0) - added;
-    const OptionalTensor of_rows = given(bias)
+    const OptionalTensor bias_of_new_rows = is_defined(bias)
         ? OptionalTensor(bias->narrow(0, is_drawn.size(0) - added, added))
         : std::nullopt;
-    const KernelIndex fresh("kernel_resize", laid_out(tables, index.step), options);
-    fresh.rows.narrow(0, 0, kept).copy_(index.rows.narrow(0, 0, kept));
-    fresh.rows.narrow(0, kept, added).copy_(kernel_rows(*rows, of_rows, fresh));
-    sum_up(fresh, [](int64_t) {});
+    const KernelIndex resized_index("kernel_resize", new_index(tables, index.step), options);
+    resized_index.rows.narrow(0, 0, kept).copy_(index.rows.narrow(0, 0, kept));
+    resized_index.rows.narrow(0, kept, added)
+        .copy_(kernel_rows(*rows, bias_of_new_rows, resized_index));
+    sum_up(resized_index, [](int64_t) {});
   }
   return tables;
 }
@@ -213,14 +214,14 @@ std::vector<Tensor> KernelFamily::gained(const OptionalTensor& rows, const Optio
     return {};
   }
   return {{},
-          given(rows) ? kernel_rows(*rows, bias, index)
-                      : at::zeros({count, index.rows.size(1)}, index.rows.options()),
+          is_defined(rows) ? kernel_rows(*rows, bias, index)
+                           : at::zeros({count, index.rows.size(1)}, index.rows.options()),
           {},
           at::arange(before, before + count, index.order.options()),
           at::arange(drawn, drawn + count, index.place.options())};
 }
 
-void KernelFamily::leave_out(KernelIndex& index, int64_t count) {
+void KernelFamily::exclude_last(KernelIndex& index, int64_t count) {
   const int64_t left = index.classes() - count;
   index.rows = index.rows.narrow(0, 0, left);
   index.order = index.order.narrow(0, 0, left);
@@ -243,7 +244,7 @@ Tensor KernelFamily::refresh(const char* op, const ClassTable& table, const Kern
       const int64_t size = std::min(kRows, index.classes() - begin);
       const Tensor ids = index.order.narrow(0, begin, size);
       const OptionalTensor bias_of_rows =
-          given(bias) ? OptionalTensor(bias->index_select(0, ids)) : std::nullopt;
+          is_defined(bias) ? OptionalTensor(bias->index_select(0, ids)) : std::nullopt;
       const Tensor rows = kernel_rows(weight.index_select(0, ids), bias_of_rows, index);
       is_changed = true;
       index.rows.narrow(0, begin, size).copy_(rows);
@@ -300,8 +301,8 @@ Tensor KernelFamily::log_count_reference(const Tensor& queries, const Tensor& id
   const Tensor mass =
       index.sphere() ? in_nodes.clamp_min(0) * scale + size : at::maximum(in_nodes, size * scale);
 
-  const Tensor of_query = ids_of_queries(queries, ids);
-  const Tensor found = index.place.index_select(0, of_query.reshape({-1})).view(of_query.sizes()),
+  const Tensor query_ids = ids_of_queries(queries, ids);
+  const Tensor found = index.place.index_select(0, query_ids.reshape({-1})).view(query_ids.sizes()),
                row = found.clamp_min(0);
   const Tensor leaf_of_row = leaf_of_rows(index);
   const Tensor leaf = leaf_of_row.index_select(0, row.reshape({-1})).view(row.sizes());

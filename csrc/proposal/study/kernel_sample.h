@@ -49,7 +49,7 @@ struct KernelIndex : AdaptiveIndex {
   OptionalTensor directions;
   at::Tensor rows, sums, place;
 
-  bool sphere() const { return !given(directions); }
+  bool sphere() const { return !is_defined(directions); }
   int64_t classes() const { return rows.size(0); }
   int64_t leaves() const { return sums.size(0) / 2; }
   /// Returns the first row of a leaf; for leaf L, the number of rows.
@@ -62,7 +62,7 @@ struct KernelFamily {
   using Options = KernelOptions;
   using Index = KernelIndex;
   static void check_options(const char* op, const KernelOptions& options);
-  static int64_t least_dim(const KernelOptions&) { return 1; }
+  static int64_t min_dim(const KernelOptions&) { return 1; }
   static std::vector<at::Tensor> make(const at::Tensor& is_drawn, int64_t dim,
                                       const KernelOptions& options);
   static std::vector<at::Tensor> resized(const at::Tensor& is_drawn, const OptionalTensor& rows,
@@ -71,7 +71,7 @@ struct KernelFamily {
   static std::vector<at::Tensor> gained(const OptionalTensor& rows, const OptionalTensor& bias,
                                         int64_t added, const KernelIndex& index,
                                         const KernelOptions& options);
-  static void leave_out(KernelIndex& index, int64_t count);
+  static void exclude_last(KernelIndex& index, int64_t count);
   static at::Tensor refresh(const char* op, const ClassTable& table, const KernelIndex& index,
                             const KernelOptions& options,
                             const std::optional<at::Generator>& generator);

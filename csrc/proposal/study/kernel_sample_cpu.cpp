@@ -234,7 +234,7 @@ PrivateDraws KernelFamily::sample_cpu(const Tensor& seed, const Tensor& queries,
   const auto& [ids, log_count, target_log_count] = draws;
   int64_t* id = ids.mutable_data_ptr<int64_t>();
   float *count = log_count.mutable_data_ptr<float>(),
-        *of_target = target_log_count.mutable_data_ptr<float>();
+        *target_count = target_log_count.mutable_data_ptr<float>();
   const double log_samples = std::log(double(samples));
   const DrawSeed from(seed);
   for_queries(queries, index, tree, samples + targets.width, [&](int64_t q, Descent& descent) {
@@ -243,7 +243,7 @@ PrivateDraws KernelFamily::sample_cpu(const Tensor& seed, const Tensor& queries,
       id[q * samples + j] = tree.class_at(row);
       count[q * samples + j] = float(log_samples + log_q);
     }
-    std::transform(targets.of(q), targets.of(q + 1), of_target + q * targets.width,
+    std::transform(targets.of(q), targets.of(q + 1), target_count + q * targets.width,
                    [&](int64_t i) { return float(log_samples + descent.log_q(tree.row_of(i))); });
   });
   return draws;

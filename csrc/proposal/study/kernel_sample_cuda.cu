@@ -178,24 +178,24 @@ struct Tree {
     const int64_t block = std::max<int64_t>(1, kFeatures / std::max(view.features, known));
     for (int64_t begin = 0; begin < x.size(0); begin += block) {
       const int64_t n = std::min(block, x.size(0) - begin);
-      const Tensor of_block = x.narrow(0, begin, n),
-                   features = index.sphere() ? kernel_pairs(of_block).contiguous() : of_block;
+      const Tensor block_ids = x.narrow(0, begin, n),
+                   features = index.sphere() ? kernel_pairs(block_ids).contiguous() : block_ids;
       const Tensor known_sums = at::mm(features, top);
       task(begin, n,
-           QueryRows{of_block.const_data_ptr<float>(), features.const_data_ptr<float>(),
+           QueryRows{block_ids.const_data_ptr<float>(), features.const_data_ptr<float>(),
                      known_sums.const_data_ptr<float>(), known});
     }
   }
 
   /// Computes the counts of classes ids [n, width], or [width], which apply to all queries.
-  void count(const Tensor& out, const Tensor& ids, const QueryRows& of_queries,
+  void count(const Tensor& out, const Tensor& ids, const QueryRows& queries,
              double log_samples) const {
     if (out.numel() > 0) {
       kernel_count_kernel<<<grid_size(out.numel(), kThreads / kWarp), kThreads, 0,
                             c10::cuda::getCurrentCUDAStream()>>>(
           out.mutable_data_ptr<float>(), ids.const_data_ptr<int64_t>(), ids.numel() < out.numel(),
-          view, of_queries, place.const_data_ptr<int64_t>(), place.size(0), out.numel(),
-          out.size(-1), log_samples);
+          view, queries, place.const_data_ptr<int64_t>(), place.size(0), out.numel(), out.size(-1),
+          log_samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
   }
@@ -213,19 +213,19 @@ PrivateDraws KernelFamily::sample_cuda(const Tensor& seed, const Tensor& queries
   const c10::cuda::CUDAGuard guard(queries.device());
   const Tree tree(index, options.scale());
   const int64_t samples = options.num_samples,
-                width = !given(target) ? 0
-      : target->dim() == 1             ? 1
-                                       : target->size(1);
+                width = !is_defined(target) ? 0
+      : target->dim() == 1                  ? 1
+                                            : target->size(1);
   const auto draws = empty_private_draws(seed, queries, target, samples);
   const auto& [ids, log_count, target_log_count] = draws;
-  const Tensor targets = given(target) ? target->contiguous() : Tensor();
+  const Tensor targets = is_defined(target) ? target->contiguous() : Tensor();
   const double log_samples = std::log(double(samples));
   tree.for_blocks(queries, samples + width, [&](int64_t begin, int64_t n, const QueryRows& rows) {
-    const Tensor of_block = ids.narrow(0, begin, n), counts = log_count.narrow(0, begin, n);
+    const Tensor block_ids = ids.narrow(0, begin, n), counts = log_count.narrow(0, begin, n);
     if (samples > 0) {
       kernel_draw_kernel<<<grid_size(n * samples, kThreads / kWarp), kThreads, 0,
                            c10::cuda::getCurrentCUDAStream()>>>(
-          of_block.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<float>(), DrawSeed(seed),
+          block_ids.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<float>(), DrawSeed(seed),
           tree.view, rows, tree.order.const_data_ptr<int64_t>(), tree.place.size(0), begin,
           n * samples, samples, log_samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();

@@ -103,13 +103,14 @@ std::vector<Tensor> LshFamily::resized(const Tensor& is_drawn, const OptionalTen
                                        const OptionalTensor& bias, const LshIndex& index,
                                        const LshOptions& options) {
   const std::vector<Tensor> tables = one_bucket(is_drawn, index.planes.clone(), options);
-  if (given(rows)) {
+  if (is_defined(rows)) {
     const Tensor &code = tables[1], &order = tables[2], &start = tables[3];
     const int64_t added = rows->size(0), kept = code.size(0) - added;
-    const OptionalTensor of_rows =
-        given(bias) ? OptionalTensor(bias->narrow(0, kept, added)) : std::nullopt;
+    const OptionalTensor bias_of_new_rows =
+        is_defined(bias) ? OptionalTensor(bias->narrow(0, kept, added)) : std::nullopt;
     code.narrow(0, 0, kept).copy_(index.code.narrow(0, 0, kept));
-    code.narrow(0, kept, added).copy_(lsh_codes(*rows, of_rows, index.planes, options.tables));
+    code.narrow(0, kept, added)
+        .copy_(lsh_codes(*rows, bias_of_new_rows, index.planes, options.tables));
     lay_out(code, order, start);
   }
   return tables;
@@ -119,7 +120,7 @@ std::vector<Tensor> LshFamily::gained(const OptionalTensor& rows, const Optional
                                       int64_t added, const LshIndex& index,
                                       const LshOptions& options) {
   const int64_t count = std::max<int64_t>(0, added), before = index.code.size(0);
-  const Tensor code = given(rows)
+  const Tensor code = is_defined(rows)
       ? lsh_codes(*rows, bias, index.planes, options.tables).to(at::kInt)
       : at::zeros({count, options.tables}, index.code.options());
   return {{},
@@ -130,7 +131,7 @@ std::vector<Tensor> LshFamily::gained(const OptionalTensor& rows, const Optional
           {}};
 }
 
-void LshFamily::leave_out(LshIndex& index, int64_t count) {
+void LshFamily::exclude_last(LshIndex& index, int64_t count) {
   index.order = index.order.narrow(0, 0, index.order.size(0) - count);
 }
 
@@ -153,7 +154,7 @@ Tensor LshFamily::refresh(const char* op, const ClassTable& table, const LshInde
   for (int64_t begin = 0; begin < weight.size(0); begin += kRows) {
     const int64_t n = std::min(kRows, weight.size(0) - begin);
     const OptionalTensor part =
-        given(bias) ? OptionalTensor(bias->narrow(0, begin, n)) : std::nullopt;
+        is_defined(bias) ? OptionalTensor(bias->narrow(0, begin, n)) : std::nullopt;
     const Tensor found = lsh_codes(weight.narrow(0, begin, n), part, index.planes, tables),
                  old = index.code.narrow(0, begin, n);
     codes.narrow(0, begin, n).copy_(at::where(old.lt(0), old, found.to(at::kInt)));
@@ -180,17 +181,19 @@ Tensor lsh_codes(const Tensor& rows, const OptionalTensor& bias, const Tensor& p
 
 Tensor LshFamily::log_count_reference(const Tensor& queries, const Tensor& ids,
                                       const LshIndex& index, const LshOptions& options) {
-  const Tensor of_query = ids_of_queries(queries, ids), start = index.start.t();
+  const Tensor query_ids = ids_of_queries(queries, ids), start = index.start.t();
   const Tensor hash = lsh_codes(queries, std::nullopt, index.planes, options.tables); // [Q, T]
   const Tensor size = (start.gather(0, hash + 1) - start.gather(0, hash)).to(at::kDouble);
   const Tensor share = size.gt(0).to(at::kDouble).div_(size.clamp_min(1)); // [Q, T]
   const Tensor full = size.gt(0).sum(1, true).to(at::kDouble);             // [Q, 1]
-  const Tensor codes = index.code.index_select(0, of_query.reshape({-1}))
-                           .view({of_query.size(0), of_query.size(1), index.code.size(1)});
+  const Tensor codes = index.code.index_select(0, query_ids.reshape({-1}))
+                           .view({query_ids.size(0), query_ids.size(1), index.code.size(1)});
   const Tensor found = (codes.eq(hash.unsqueeze(1)).to(at::kDouble) * share.unsqueeze(1)).sum(2);
-  const double even = 1.0 / double(index.order.size(0));
+  const double uniform_probability = 1.0 / double(index.order.size(0));
   const Tensor q = at::where(
-      full.gt(0), found / full.clamp_min(1) * (1 - options.uniform) + options.uniform * even, even);
+      full.gt(0),
+      found / full.clamp_min(1) * (1 - options.uniform) + options.uniform * uniform_probability,
+      uniform_probability);
   const Tensor log_count = q.log() + std::log(double(options.num_samples));
   return log_count.masked_fill(codes.select(2, 0).lt(0), -std::numeric_limits<double>::infinity())
       .to(at::kFloat);

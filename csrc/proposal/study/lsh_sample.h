@@ -45,7 +45,7 @@ struct LshFamily {
   using Options = LshOptions;
   using Index = LshIndex;
   static void check_options(const char* op, const LshOptions& options);
-  static int64_t least_dim(const LshOptions&) { return 1; }
+  static int64_t min_dim(const LshOptions&) { return 1; }
   static std::vector<at::Tensor> make(const at::Tensor& is_drawn, int64_t dim,
                                       const LshOptions& options);
   static std::vector<at::Tensor> resized(const at::Tensor& is_drawn, const OptionalTensor& rows,
@@ -54,7 +54,7 @@ struct LshFamily {
   static std::vector<at::Tensor> gained(const OptionalTensor& rows, const OptionalTensor& bias,
                                         int64_t added, const LshIndex& index,
                                         const LshOptions& options);
-  static void leave_out(LshIndex& index, int64_t count);
+  static void exclude_last(LshIndex& index, int64_t count);
   static at::Tensor refresh(const char* op, const ClassTable& table, const LshIndex& index,
                             const LshOptions& options,
                             const std::optional<at::Generator>& generator);

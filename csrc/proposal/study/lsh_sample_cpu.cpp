@@ -72,7 +72,7 @@ PrivateDraws LshFamily::sample_cpu(const Tensor& seed, const Tensor& queries,
   const auto& [ids, log_count, target_log_count] = draws;
   int64_t* id = ids.mutable_data_ptr<int64_t>();
   float *count = log_count.mutable_data_ptr<float>(),
-        *of_target = target_log_count.mutable_data_ptr<float>();
+        *target_count = target_log_count.mutable_data_ptr<float>();
   const int64_t samples = options.num_samples;
   const double log_samples = std::log(double(samples));
   const DrawSeed from(seed);
@@ -92,7 +92,7 @@ PrivateDraws LshFamily::sample_cpu(const Tensor& seed, const Tensor& queries,
                             philox(from.key(), from.query(q), j - q * samples));
         count[j] = count_of(id[j]);
       }
-      std::transform(targets.of(q), targets.of(q + 1), of_target + q * targets.width, count_of);
+      std::transform(targets.of(q), targets.of(q + 1), target_count + q * targets.width, count_of);
     }
   });
   return draws;

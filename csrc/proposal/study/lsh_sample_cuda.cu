@@ -108,7 +108,7 @@ PrivateDraws LshFamily::sample_cuda(const Tensor& seed, const Tensor& queries,
         hashed.log_samples);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
-  if (given(target)) {
+  if (is_defined(target)) {
     hashed.count(target_log_count, target->contiguous(), target->dim() == 1 ? 1 : target->size(1));
   }
   return draws;

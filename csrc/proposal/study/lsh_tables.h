@@ -46,8 +46,9 @@ struct LshTables {
       full += n > 0;
       sum += code_of_class[t] == hash[t] && n > 0 ? 1.0 / double(n) : 0.0;
     }
-    const double even = 1.0 / double(classes);
-    return std::log(full > 0 ? uniform * even + (1 - uniform) * sum / double(full) : even);
+    const double uniform_probability = 1.0 / double(classes);
+    return std::log(full > 0 ? uniform * uniform_probability + (1 - uniform) * sum / double(full)
+                             : uniform_probability);
   }
 
   /// Returns which of the `full` tables a draw uses, or -1 for a draw from all classes uniformly.

@@ -87,8 +87,8 @@ class Levels {
     }
   }
 
-  static int64_t find(const double* sum, int64_t n, double aim) {
-    return std::min<int64_t>(std::upper_bound(sum, sum + n, aim) - sum, n - 1);
+  static int64_t find(const double* sum, int64_t n, double target_sum) {
+    return std::min<int64_t>(std::upper_bound(sum, sum + n, target_sum) - sum, n - 1);
   }
 
   const MidxCellTables& tables_;
@@ -119,7 +119,7 @@ void for_queries(const char* op, const Tensor& queries, const MidxIndex& index,
     Levels levels(tables, k);
     for (int64_t q = begin; q < end; ++q) {
       Tensor score = at::mm(x.narrow(0, q, 1), index.table->t()).to(at::kDouble);
-      score = (given(index.table_bias) ? score + index.table_bias->to(at::kDouble) : score)
+      score = (is_defined(index.table_bias) ? score + index.table_bias->to(at::kDouble) : score)
                   .contiguous();
       levels.fill(score.const_data_ptr<double>());
       visit(q, score.const_data_ptr<double>(), levels);

@@ -26,12 +26,12 @@ __global__ void fill_kernel(double* prefix, double* cell_sum, double* best_of, c
   __shared__ double storage[kWarp];
   const int64_t warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   for (int64_t query = blockIdx.x; query < queries; query += gridDim.x) {
-    const double* of_query = score + query * num_classes;
+    const double* query_ids = score + query * num_classes;
     double best = -std::numeric_limits<double>::infinity();
     for (int64_t slot = threadIdx.x; slot < tables.classes; slot += blockDim.x) {
       const int64_t id = tables.order[slot];
       CUDA_KERNEL_ASSERT(id >= 0 && id < num_classes);
-      best = of_query[id] > best ? of_query[id] : best;
+      best = query_ids[id] > best ? query_ids[id] : best;
     }
     best = block_max(best, -std::numeric_limits<double>::infinity(), storage);
     for (int64_t cell = warp; cell < tables.cells; cell += warps) {
@@ -41,7 +41,7 @@ __global__ void fill_kernel(double* prefix, double* cell_sum, double* best_of, c
       for (int64_t begin = first; begin < last; begin += kWarp) {
         const int64_t slot = begin + lane();
         const double end =
-            sum + warp_inclusive_sum(slot < last ? exp(of_query[tables.order[slot]] - best) : 0.0);
+            sum + warp_inclusive_sum(slot < last ? exp(query_ids[tables.order[slot]] - best) : 0.0);
         if (slot < last) {
           prefix[query * tables.classes + slot] = end;
         }
@@ -71,13 +71,13 @@ __global__ void midx_exact_kernel(int64_t* ids, DrawSeed seed, const double* pre
     __syncthreads(); // all threads have used the last query's sums
     const double total =
         running_sums(sums, k, storage, [&](int64_t i) { return row_sum[query * k + i]; });
-    const double* of_cells = cell_sum + query * tables.cells;
+    const double* cell_sums = cell_sum + query * tables.cells;
     for (int64_t begin = int64_t(threadIdx.x) / kWarp * kWarp; begin < samples;
          begin += blockDim.x) {
       const int64_t j = begin + lane();
       const PhiloxBlock one = philox(key, number, 2 * uint64_t(j)),
                         two = philox(key, number, 2 * uint64_t(j) + 1);
-      int64_t k1 = first_beyond(sums, k, unit_double(one.low()) * total);
+      int64_t k1 = first_above(sums, k, unit_double(one.low()) * total);
       // Rounding may put a point past the end.
       while (k1 > 0 && !(row_sum[query * k + k1] > 0)) {
         --k1;
@@ -85,13 +85,13 @@ __global__ void midx_exact_kernel(int64_t* ids, DrawSeed seed, const double* pre
       const int draws = int(samples - begin < kWarp ? samples - begin : kWarp);
       const int64_t k2 =
           search_rows(draws, k, k1, unit_double(one.high()) * row_sum[query * k + k1], 0.0,
-                      [&](int64_t row, int64_t i) { return of_cells[row * k + i]; });
+                      [&](int64_t row, int64_t i) { return cell_sums[row * k + i]; });
       if (j < samples) {
         const int64_t cell = k1 * k + k2, first = tables.start[cell], size = tables.size(cell);
         // Any class will do for a query that is not finite, because its loss is not finite either.
         const int64_t slot = size > 0 ? first +
-                first_beyond(prefix + query * tables.classes + first, size,
-                             unit_double(two.low()) * of_cells[cell])
+                first_above(prefix + query * tables.classes + first, size,
+                            unit_double(two.low()) * cell_sums[cell])
                                       : j % tables.classes;
         ids[query * samples + j] = tables.order[slot];
       }
@@ -110,8 +110,8 @@ void for_exact_blocks(const Tensor& queries, const MidxIndex& index, const MidxD
   for (int64_t begin = 0; begin < x.size(0); begin += block) {
     const int64_t n = std::min(block, x.size(0) - begin);
     Tensor score = at::mm(x.narrow(0, begin, n), index.table->t()).to(at::kDouble);
-    score =
-        (given(index.table_bias) ? score + index.table_bias->to(at::kDouble) : score).contiguous();
+    score = (is_defined(index.table_bias) ? score + index.table_bias->to(at::kDouble) : score)
+                .contiguous();
     const Tensor prefix = at::empty({n, cells.classes}, score.options()),
                  cell_sum = at::empty({n, cells.cells}, score.options());
     const Tensor best = at::empty({n}, score.options());
@@ -152,26 +152,26 @@ PrivateDraws midx_exact_sample_cuda(const Tensor& seed, const Tensor& queries,
                    [&](int64_t begin, const Tensor& score, const Tensor& log_z,
                        const Tensor& prefix, const Tensor& cell_sum, const Tensor& row_sum) {
                      const int64_t n = score.size(0);
-                     const Tensor of_block = ids.narrow(0, begin, n);
+                     const Tensor block_ids = ids.narrow(0, begin, n);
                      if (samples > 0) {
                        const int64_t warps =
                            std::clamp<int64_t>((samples + kWarp - 1) / kWarp, 1, kThreads / kWarp);
                        midx_exact_kernel<<<grid_size(n, 1), unsigned(warps * kWarp),
                                            k * sizeof(double), c10::cuda::getCurrentCUDAStream()>>>(
-                           of_block.mutable_data_ptr<int64_t>(), DrawSeed(seed),
+                           block_ids.mutable_data_ptr<int64_t>(), DrawSeed(seed),
                            prefix.const_data_ptr<double>(), cell_sum.const_data_ptr<double>(),
                            row_sum.const_data_ptr<double>(), tables.view.tables, begin, n, samples);
                        C10_CUDA_KERNEL_LAUNCH_CHECK();
                      }
                      log_count.narrow(0, begin, n)
-                         .copy_(exact_log_counts(score, log_z, of_block, index, log_samples));
-                     if (given(target)) {
-                       const Tensor of_queries = target->narrow(0, begin, n),
-                                    classes = of_queries.dim() == 1 ? of_queries.unsqueeze(1)
-                                                                    : of_queries;
+                         .copy_(exact_log_counts(score, log_z, block_ids, index, log_samples));
+                     if (is_defined(target)) {
+                       const Tensor query_targets = target->narrow(0, begin, n),
+                                    classes = query_targets.dim() == 1 ? query_targets.unsqueeze(1)
+                                                                       : query_targets;
                        target_log_count.narrow(0, begin, n)
                            .copy_(exact_log_counts(score, log_z, classes, index, log_samples)
-                                      .view(of_queries.sizes()));
+                                      .view(query_targets.sizes()));
                      }
                    });
   return draws;

@@ -46,8 +46,9 @@ Tensor LearnableMidxSamplerImpl::codebook_loss(const Tensor& queries, const Tens
       order.index_select(0,
                          at::randint(order.size(0), {std::min(learn_rows_, order.size(0))},
                                      std::move(generator), order.options()));
-  const Optional bias_of_rows =
-      given(bias) ? Optional(bias->detach().index_select(0, ids).to(at::kFloat)) : std::nullopt;
+  const Optional bias_of_rows = is_defined(bias)
+      ? Optional(bias->detach().index_select(0, ids).to(at::kFloat))
+      : std::nullopt;
   return op.call(table("codewords1"), table("codewords2"),
                  weight.detach().index_select(0, ids).to(at::kFloat), bias_of_rows,
                  queries.detach().to(at::kFloat));

@@ -25,7 +25,7 @@ FileHandle open_folder(const fs::path& path) {
 bool lock(const FileHandle& folder) { return flock(folder.number(), LOCK_EX | LOCK_NB) == 0; }
 
 /// Returns whether the path still names the open folder.
-bool names(const fs::path& path, const FileHandle& folder) {
+bool is_same_folder(const fs::path& path, const FileHandle& folder) {
   struct stat named, open;
   return lstat(path.c_str(), &named) == 0 && fstat(folder.number(), &open) == 0 &&
       named.st_dev == open.st_dev && named.st_ino == open.st_ino;
@@ -78,14 +78,14 @@ DraftFolder::DraftFolder(const char* op, fs::path target, std::vector<std::strin
                 system_error());
     const bool taken = !lock(lock_) && errno == EWOULDBLOCK;
     // Otherwise another save removed it as abandoned before it was locked.
-    if (!taken && names(path_, lock_)) {
+    if (!taken && is_same_folder(path_, lock_)) {
       return;
     }
   }
 }
 
 DraftFolder::~DraftFolder() {
-  if (!published_ && names(path_, lock_)) {
+  if (!published_ && is_same_folder(path_, lock_)) {
     std::error_code ignored;
     fs::remove_all(path_, ignored);
   }
@@ -106,7 +106,7 @@ void DraftFolder::publish(const std::function<void()>& check) {
   // The replaced folder, unless another save has removed it as abandoned.
   const FileHandle replaced = open_folder(path_);
   if (replaced.number() >= 0 && (lock(replaced) || errno != EWOULDBLOCK) &&
-      names(path_, replaced)) {
+      is_same_folder(path_, replaced)) {
     std::error_code ignored;
     fs::remove_all(path_, ignored);
   }
@@ -114,9 +114,9 @@ void DraftFolder::publish(const std::function<void()>& check) {
 }
 
 bool DraftFolder::rename_to_target() {
-  const bool there = fs::exists(target_);
-  const unsigned how = there ? RENAME_EXCHANGE : RENAME_NOREPLACE;
-  if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), how) == 0) {
+  const bool target_exists = fs::exists(target_);
+  const unsigned flags = target_exists ? RENAME_EXCHANGE : RENAME_NOREPLACE;
+  if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), flags) == 0) {
     return true;
   }
   if (errno != EINVAL && errno != ENOSYS) {
@@ -124,16 +124,16 @@ bool DraftFolder::rename_to_target() {
   }
   // The file system has no atomic exchange: for a moment no folder has the name.
   const std::string old = path_.string() + ".old";
-  if (there && rename(target_.c_str(), old.c_str()) != 0) {
+  if (target_exists && rename(target_.c_str(), old.c_str()) != 0) {
     return false;
   }
   const bool done = rename(path_.c_str(), target_.c_str()) == 0;
-  const int why = errno;
-  if (there && !done) {
+  const int saved_errno = errno;
+  if (target_exists && !done) {
     rename(old.c_str(), target_.c_str());
   }
-  path_ = there && done ? fs::path(old) : path_;
-  errno = why;
+  path_ = target_exists && done ? fs::path(old) : path_;
+  errno = saved_errno;
   return done;
 }
 
@@ -148,17 +148,17 @@ void DraftFolder::remove_abandoned() const {
   }
   for (const fs::path& draft : drafts) {
     const FileHandle folder = open_folder(draft);
-    if (folder.number() < 0 || !lock(folder) || !names(draft, folder)) {
+    if (folder.number() < 0 || !lock(folder) || !is_same_folder(draft, folder)) {
       continue;
     }
-    bool ours = true;
+    bool only_known_files = true;
     for (fs::directory_iterator entry(draft, error), end; !error && entry != end;
          entry.increment(error)) {
-      ours = ours &&
+      only_known_files = only_known_files &&
           std::find(files_.begin(), files_.end(), entry->path().filename().string()) !=
               files_.end();
     }
-    if (ours && !error) {
+    if (only_known_files && !error) {
       fs::remove_all(draft, error);
     }
     error.clear();

@@ -58,8 +58,8 @@ class OpenFiles {
 };
 
 /// Context of a storage, which keeps its file open.
-struct Hold { std::shared_ptr<MappedFile> file; };
-void let_go(void* hold) { delete static_cast<Hold*>(hold); }
+struct FileReference { std::shared_ptr<MappedFile> file; };
+void release_file(void* reference) { delete static_cast<FileReference*>(reference); }
 
 std::string random_name() {
   std::random_device random;
@@ -77,7 +77,7 @@ void check_path(const char* op, const std::string& path) {
 
 // Returns the canonical path. Optimizer state is stored next to the file, even if the working
 // directory changes later or the file was opened through a link.
-std::string whole_path(const std::string& path) {
+std::string canonical_path(const std::string& path) {
   std::error_code refused;
   // A path that does not exist is kept.
   const auto found =
@@ -142,16 +142,16 @@ void MappedFile::map(const char* op) {
   (void)madvise(begin_, bytes(), MADV_NOHUGEPAGE);
 }
 
-std::shared_ptr<MappedFile> MappedFile::create(const char* op, const std::string& given_path,
+std::shared_ptr<MappedFile> MappedFile::create(const char* op, const std::string& path_argument,
                                                MappedHeader header) {
-  check_path(op, given_path);
-  const std::string path = whole_path(given_path);
+  check_path(op, path_argument);
+  const std::string path = canonical_path(path_argument);
   uint64_t total = kPage;
   for (const MappedTensor& tensor : header.tensors) {
     uint64_t size = c10::elementSize(tensor.dtype);
     for (const int64_t extent : tensor.sizes) {
       TORCH_CHECK_VALUE(extent >= 0 && !__builtin_mul_overflow(size, uint64_t(extent), &size) &&
-                            size <= kMostBytes,
+                            size <= kMaxBytes,
                         op, ": expected sizes of at least 0 and less than 2^62 bytes, got ",
                         tensor.sizes);
     }
@@ -170,8 +170,8 @@ std::shared_ptr<MappedFile> MappedFile::create(const char* op, const std::string
   try {
     file->header_ = std::move(header);
     file->lock(op);
-    struct stat made;
-    TORCH_CHECK(fstat(handle, &made) == 0 && made.st_nlink > 0, op, ": ", path,
+    struct stat status;
+    TORCH_CHECK(fstat(handle, &status) == 0 && status.st_nlink > 0, op, ": ", path,
                 " was removed while it was made");
     file->set_state(FileState::kBegun);
     file->map(op); // before space is reserved: detects too small an address space first
@@ -192,34 +192,34 @@ std::shared_ptr<MappedFile> MappedFile::create(const char* op, const std::string
 void MappedFile::read_header(const char* op) {
   const uint64_t size = uint64_t(regular_file_status(op, path_, handle_).st_size);
   std::string page(kPage, '\0');
-  const ssize_t got = pread(handle_, page.data(), kPage, 0);
-  TORCH_CHECK(got >= 0, op, ": cannot read ", path_, ": ", system_error());
-  const bool ours = got == ssize_t(kPage) && parse_header(page, header_);
-  TORCH_CHECK_VALUE(ours || size == 0, op, ": expected ", path_,
+  const ssize_t bytes_read = pread(handle_, page.data(), kPage, 0);
+  TORCH_CHECK(bytes_read >= 0, op, ": cannot read ", path_, ": ", system_error());
+  const bool is_valid = bytes_read == ssize_t(kPage) && parse_header(page, header_);
+  TORCH_CHECK_VALUE(is_valid || size == 0, op, ": expected ", path_,
                     " as a file that xs.tables made, got another one");
-  TORCH_CHECK(ours && header_.state != FileState::kBegun, op, ": ", path_,
+  TORCH_CHECK(is_valid && header_.state != FileState::kBegun, op, ": ", path_,
               " is not whole: its creation was not finished. Delete it, and make it anew");
   TORCH_CHECK_VALUE(size == bytes(), op, ": ", path_, " is damaged: expected ", bytes(),
                     " bytes, got ", size);
   state_ = header_.state;
 }
 
-std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& given_path,
+std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& path_argument,
                                              bool writable, bool recover, const Check& check) {
-  check_path(op, given_path);
-  const std::string path = whole_path(given_path);
+  check_path(op, path_argument);
+  const std::string path = canonical_path(path_argument);
   FileHandle opened = open_regular_file(op, path, writable ? O_RDWR : O_RDONLY);
   const struct stat found = regular_file_status(op, path, opened.number());
   std::shared_ptr<MappedFile> file(new MappedFile(path, opened.release(), writable));
   const std::lock_guard guard(OpenFiles::all().mutex);
-  for (const auto& known : OpenFiles::all().alive()) {
-    const struct stat other = regular_file_status(op, known->path_, known->handle_);
+  for (const auto& open_file : OpenFiles::all().alive()) {
+    const struct stat other = regular_file_status(op, open_file->path_, open_file->handle_);
     if (other.st_dev == found.st_dev && other.st_ino == found.st_ino &&
-        known->process_ == getpid()) {
-      TORCH_CHECK(known->writable_ == writable, op, ": ", path, " is open in this process for ",
-                  known->writable_ ? "writing" : "reading", " already");
-      check(*known);
-      return known;
+        open_file->process_ == getpid()) {
+      TORCH_CHECK(open_file->writable_ == writable, op, ": ", path, " is open in this process for ",
+                  open_file->writable_ ? "writing" : "reading", " already");
+      check(*open_file);
+      return open_file;
     }
   }
   file->lock(op);
@@ -230,7 +230,7 @@ std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& 
               "copy, or open it with recover=True: each of its numbers is one that was written, "
               "but rows may be of different steps");
   file->recovered_ = recover;
-  file->torn_ = file->header_.state == FileState::kDirty;
+  file->was_dirty_ = file->header_.state == FileState::kDirty;
   file->map(op);
   if (writable) { // dirty from here on, because writes to mapped memory cannot be observed
     file->set_state(FileState::kDirty);
@@ -267,22 +267,23 @@ MappedFile* MappedFile::of(const Tensor& tensor) {
     return nullptr;
   }
   const at::DataPtr& data = tensor.storage().data_ptr();
-  return data.get_deleter() == &let_go ? static_cast<const Hold*>(data.get_context())->file.get()
-                                       : nullptr;
+  return data.get_deleter() == &release_file
+      ? static_cast<const FileReference*>(data.get_context())->file.get()
+      : nullptr;
 }
 
 std::vector<Tensor> MappedFile::tensors() {
-  std::vector<Tensor> made;
+  std::vector<Tensor> result;
   char* at = begin_ + kPage;
   for (const MappedTensor& tensor : header_.tensors) {
-    at::DataPtr data(at, new Hold{shared_from_this()}, &let_go, at::kCPU);
+    at::DataPtr data(at, new FileReference{shared_from_this()}, &release_file, at::kCPU);
     const c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.bytes(), std::move(data),
                                /*allocator=*/nullptr, /*resizable=*/false);
-    made.push_back(at::empty({0}, at::TensorOptions(tensor.dtype)));
-    made.back().set_(storage, 0, tensor.sizes);
+    result.push_back(at::empty({0}, at::TensorOptions(tensor.dtype)));
+    result.back().set_(storage, 0, tensor.sizes);
     at += tensor.bytes();
   }
-  return made;
+  return result;
 }
 
 void MappedFile::set_state(FileState state) {
@@ -321,10 +322,10 @@ void MappedFile::write(uint64_t offset, const Tensor& values) {
   copy(end);
 }
 
-std::vector<std::shared_ptr<MappedFile>> MappedFile::beside() {
+std::vector<std::shared_ptr<MappedFile>> MappedFile::companions() {
   const std::lock_guard guard(mutex_);
   std::vector<std::shared_ptr<MappedFile>> found;
-  for (const auto& other : beside_) {
+  for (const auto& other : companions_) {
     if (auto file = other.lock()) {
       found.push_back(std::move(file));
     }
@@ -332,11 +333,11 @@ std::vector<std::shared_ptr<MappedFile>> MappedFile::beside() {
   return found;
 }
 
-void MappedFile::put_beside(const std::shared_ptr<MappedFile>& other) {
+void MappedFile::add_companion(const std::shared_ptr<MappedFile>& other) {
   const std::lock_guard guard(mutex_);
-  std::erase_if(beside_,
+  std::erase_if(companions_,
                 [&](const auto& known) { return known.expired() || known.lock() == other; });
-  beside_.push_back(other);
+  companions_.push_back(other);
 }
 
 void MappedFile::check_process() const {
@@ -347,7 +348,7 @@ void MappedFile::check_process() const {
 
 void MappedFile::will_change() {
   check_process();
-  for (const auto& other : beside()) {
+  for (const auto& other : companions()) {
     other->will_change();
   }
   // Under the lock: a flush of another thread has either ended or will see these writes.
@@ -358,7 +359,7 @@ void MappedFile::will_change() {
 }
 
 std::vector<std::shared_ptr<MappedFile>> MappedFile::begin_write() {
-  std::vector<std::shared_ptr<MappedFile>> files = beside();
+  std::vector<std::shared_ptr<MappedFile>> files = companions();
   files.push_back(shared_from_this());
   for (const auto& file : files) {
     const std::lock_guard guard(file->mutex_);
@@ -372,23 +373,23 @@ void MappedFile::end_write() {
   --writers_;
 }
 
-void MappedFile::flush() { write_back(/*asked=*/true); }
+void MappedFile::flush() { write_back(/*by_caller=*/true); }
 
-void MappedFile::write_back(bool asked) {
+void MappedFile::write_back(bool by_caller) {
   TORCH_CHECK(writable_, "tables: ", path_,
               " is open for reading: what was written to its table is in memory alone");
   check_process();
   struct stat found;
   TORCH_CHECK(fstat(handle_, &found) != 0 || found.st_nlink > 0, "tables: ", path_,
               " was deleted while it was open: its table is lost with this process");
-  for (const auto& other : beside()) {
-    other->write_back(asked);
+  for (const auto& other : companions()) {
+    other->write_back(by_caller);
   }
   const std::lock_guard guard(mutex_);
   TORCH_CHECK(msync(begin_, bytes(), MS_SYNC) == 0, "tables: cannot write ", path_, ": ",
               system_error());
-  torn_ = torn_ && !asked;
-  if (state_ != FileState::kWhole && !torn_ && writers_ == 0) {
+  was_dirty_ = was_dirty_ && !by_caller;
+  if (state_ != FileState::kWhole && !was_dirty_ && writers_ == 0) {
     set_state(FileState::kWhole);
   }
 }
@@ -398,7 +399,7 @@ void MappedFile::finish() noexcept {
     return;
   }
   try {
-    write_back(/*asked=*/false);
+    write_back(/*by_caller=*/false);
   } catch (const c10::Error&) { // an I/O error: the file stays dirty
   }
 }

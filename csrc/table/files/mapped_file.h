@@ -96,7 +96,7 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   void finish() noexcept;
 
   /// Adds a companion: a file that is written together with this one (optimizer state).
-  void put_beside(const std::shared_ptr<MappedFile>& other);
+  void add_companion(const std::shared_ptr<MappedFile>& other);
 
   /// Starts to read rows of a tensor in this file, and of its companions, with many requests at
   /// once. The disk serves many in parallel; without this, page faults would fetch the rows one
@@ -113,10 +113,10 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   void map(const char* op);
   void read_header(const char* op);
   void set_state(FileState state);
-  void write_back(bool asked);
+  void write_back(bool by_caller);
   uint64_t bytes() const;
   void check_process() const; ///< throws in a forked child, which must not write
-  std::vector<std::shared_ptr<MappedFile>> beside();
+  std::vector<std::shared_ptr<MappedFile>> companions();
   struct Rows {
     const char* begin;
     int64_t stride, bytes; ///< distance between rows, and size of a row
@@ -130,14 +130,14 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   std::string path_;
   int handle_;
   bool writable_, recovered_ = false,
-                  torn_ = false; ///< it was dirty when it was opened and was not flushed since
+                  was_dirty_ = false; ///< it was dirty when it was opened and was not flushed since
   int64_t process_ = 0;
   char* begin_ = nullptr;
   MappedHeader header_;
   std::atomic<FileState> state_ = FileState::kBegun;
   std::mutex mutex_; ///< guards the members below, and changes of the state
   int64_t writers_ = 0;
-  std::vector<std::weak_ptr<MappedFile>> beside_;
+  std::vector<std::weak_ptr<MappedFile>> companions_;
   /// Number of recently requested pages to remember: 1 GB, which memory usually still holds. A page
   /// that was evicted is read when it is used.
   static constexpr int kRecentBits = 18;

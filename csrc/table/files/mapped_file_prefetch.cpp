@@ -82,7 +82,7 @@ void MappedFile::prefetch(const Tensor& table, c10::ArrayRef<c10::IntArrayRef> i
     return;
   }
   read_ahead(rows_of(table), ids);
-  for (const auto& other : beside()) {
+  for (const auto& other : companions()) {
     other->read_ahead(other->rows_of(table.size(0)), ids);
   }
 }
@@ -93,7 +93,7 @@ void MappedFile::prefetch_range(const Tensor& table, int64_t first, int64_t coun
     return;
   }
   read_range(rows_of(table), first, count);
-  for (const auto& other : beside()) {
+  for (const auto& other : companions()) {
     for (const Rows& rows : other->rows_of(table.size(0))) {
       other->read_range(rows, first, count);
     }

@@ -31,11 +31,11 @@ const NamedType* find_type(at::ScalarType dtype) {
 /// Parses without checking offsets and padding.
 class HeaderReader {
  public:
-  explicit HeaderReader(std::string_view text) : left_(text) {}
+  explicit HeaderReader(std::string_view text) : remaining_(text) {}
 
   bool read(MappedHeader& header) {
     std::string state;
-    if (left_.size() != kPage || !skip_length() || !skip(R"({"__metadata__":{"state":)") ||
+    if (remaining_.size() != kPage || !skip_length() || !skip(R"({"__metadata__":{"state":)") ||
         !word(state) || !skip(R"(,"format":"pt","xsoftmax":"1","kind":)") || !word(header.kind) ||
         !skip(R"(,"table":)") || !word(header.table) || !skip("}")) {
       return false;
@@ -48,7 +48,7 @@ class HeaderReader {
     uint64_t total = 0;
     while (skip(",")) {
       header.tensors.emplace_back();
-      if (!tensor(header.tensors.back()) || (total += header.tensors.back().bytes()) > kMostBytes) {
+      if (!tensor(header.tensors.back()) || (total += header.tensors.back().bytes()) > kMaxBytes) {
         return false;
       }
     }
@@ -57,31 +57,33 @@ class HeaderReader {
 
  private:
   bool skip_length() {
-    left_.remove_prefix(8);
+    remaining_.remove_prefix(8);
     return true;
   }
   bool skip(std::string_view expected) {
-    const bool found = left_.starts_with(expected);
-    left_.remove_prefix(found ? expected.size() : 0);
+    const bool found = remaining_.starts_with(expected);
+    remaining_.remove_prefix(found ? expected.size() : 0);
     return found;
   }
   bool word(std::string& to) {
-    const size_t end = left_.starts_with('"') ? left_.find('"', 1) : std::string_view::npos;
+    const size_t end =
+        remaining_.starts_with('"') ? remaining_.find('"', 1) : std::string_view::npos;
     const auto is_plain = [](char c) { return c >= ' ' && c <= '~'; }; // error messages quote it
     if (end == std::string_view::npos || end > 64 ||
-        !std::all_of(left_.begin(), left_.begin() + end, is_plain)) {
+        !std::all_of(remaining_.begin(), remaining_.begin() + end, is_plain)) {
       return false;
     }
-    to = left_.substr(1, end - 1);
-    left_.remove_prefix(end + 1);
+    to = remaining_.substr(1, end - 1);
+    remaining_.remove_prefix(end + 1);
     return true;
   }
   bool number(int64_t& to) {
-    const auto [end, error] = std::from_chars(left_.data(), left_.data() + left_.size(), to);
-    if (error != std::errc() || to < 0 || uint64_t(to) > kMostBytes) {
+    const auto [end, error] =
+        std::from_chars(remaining_.data(), remaining_.data() + remaining_.size(), to);
+    if (error != std::errc() || to < 0 || uint64_t(to) > kMaxBytes) {
       return false;
     }
-    left_.remove_prefix(size_t(end - left_.data()));
+    remaining_.remove_prefix(size_t(end - remaining_.data()));
     return true;
   }
   bool tensor(MappedTensor& to) {
@@ -99,7 +101,7 @@ class HeaderReader {
     while (!skip("]")) {
       int64_t size = 0;
       const bool read = (to.sizes.empty() || skip(",")) && number(size) && to.sizes.size() <= 8;
-      if (!read || __builtin_mul_overflow(bytes, uint64_t(size), &bytes) || bytes > kMostBytes) {
+      if (!read || __builtin_mul_overflow(bytes, uint64_t(size), &bytes) || bytes > kMaxBytes) {
         return false;
       }
       to.sizes.push_back(size);
@@ -108,7 +110,7 @@ class HeaderReader {
     return skip(R"(,"data_offsets":[)") && number(begin) && skip(",") && number(end) && skip("]}");
   }
 
-  std::string_view left_;
+  std::string_view remaining_;
 };
 
 } // namespace

@@ -9,7 +9,7 @@
 
 namespace xsoftmax {
 
-constexpr uint64_t kPage = 4096, kMostBytes = uint64_t(1) << 62;
+constexpr uint64_t kPage = 4096, kMaxBytes = uint64_t(1) << 62;
 
 /// Returns whether a file can hold tensors of this dtype.
 bool can_be_mapped(at::ScalarType dtype);

@@ -72,7 +72,7 @@ void mapped_table_fill_(const Tensor& table, int64_t first, const Tensor& rows) 
   if (table.dim() == 2) {
     check::size(op, "rows", rows, 1, table.size(1), "the table");
   }
-  const WriteToTables write(table);
+  const TableWriteGuard write(table);
   file.will_change();
   file.write(uint64_t(first * (table.dim() == 2 ? table.size(1) : 1)) * table.itemsize(),
              rows.contiguous());

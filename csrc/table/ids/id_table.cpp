@@ -17,13 +17,13 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kMostRows = int64_t(1) << 40;
+constexpr int64_t kMaxRows = int64_t(1) << 40;
 
 /// Returns the sizes of the state tensors.
 std::array<std::vector<int64_t>, kIdTableState> state_sizes(const char* op, int64_t capacity,
                                                             const IdTableOptions& options) {
   TORCH_CHECK_VALUE(
-      capacity >= 2 && capacity <= kMostRows, op,
+      capacity >= 2 && capacity <= kMaxRows, op,
       ": expected capacity in [2, 2^40], the shared row and one for an id at least, got ",
       capacity);
   const int64_t keys = options.admission > 1 ? 2 * capacity : capacity,
@@ -149,7 +149,7 @@ IdTableView id_table_view(const char* op, at::TensorList state, bool writes) {
                       ": expected counters[", int64_t(counter), "] (", name, ") in [", least, ", ",
                       most, "], got ", view.counters[counter]);
   };
-  within(kStep, "batches", 0, kMostSteps);
+  within(kStep, "batches", 0, kMaxSteps);
   within(kFresh, "the first row that was never used", 1, view.capacity);
   within(kSize, "ids with a row", 0, view.counters[kFresh] - 1);
   within(kFree, "the first free row", 0, view.capacity - 1);

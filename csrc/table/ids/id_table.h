@@ -71,25 +71,25 @@ enum IdTableCounter : int64_t {
   kIdTableCounters
 };
 
-constexpr int64_t kSightingBits = 20, kMostSightings = (int64_t(1) << kSightingBits) - 1,
-                  kMostSteps = int64_t(1) << 42;
+constexpr int64_t kOccurrenceBits = 20, kMaxOccurrences = (int64_t(1) << kOccurrenceBits) - 1,
+                  kMaxSteps = int64_t(1) << 42;
 
 struct SeenRow {
-  int64_t count, step; ///< number of sightings, and last batch; step 0: the row has no id
+  int64_t count, step; ///< number of occurrences, and last batch; step 0: the row has no id
 };
 
 /// An entry of `slots` [H, 2]: open addressing with linear probing. Deletion shifts later entries
 /// back, so no key is reserved as a tombstone and every int64 is a legal id.
 struct IdSlot {
   int64_t id;
-  int64_t value; ///< 0: empty; > 0: a row; < 0: -(step << 20 | sightings) of a waiting id
+  int64_t value; ///< 0: empty; > 0: a row; < 0: -(step << 20 | occurrences) of a waiting id
 
   bool empty() const { return value == 0; }
   bool has_row() const { return value > 0; }
   /// Returns how often a waiting id was seen.
-  int64_t sightings() const { return int64_t((0 - uint64_t(value)) & uint64_t(kMostSightings)); }
+  int64_t occurrences() const { return int64_t((0 - uint64_t(value)) & uint64_t(kMaxOccurrences)); }
   /// Returns the batch in which a waiting id was last seen.
-  int64_t step() const { return int64_t((0 - uint64_t(value)) >> kSightingBits); }
+  int64_t step() const { return int64_t((0 - uint64_t(value)) >> kOccurrenceBits); }
 };
 
 /// View of a state whose sizes and counters were checked.
@@ -103,15 +103,15 @@ struct IdTableView {
 
   /// Returns the first slot to probe, from the finaliser of MurmurHash3 (Appleby; public domain):
   /// each bit of the id affects each bit of the hash.
-  uint64_t home(int64_t id) const {
+  uint64_t home_slot(int64_t id) const {
     uint64_t hash = uint64_t(id);
     hash = (hash ^ hash >> 33) * 0xFF51AFD7ED558CCDu;
     hash = (hash ^ hash >> 33) * 0xC4CEB9FE1A85EC53u;
     return multiply_shift(hash ^ hash >> 33, uint64_t(num_slots));
   }
   /// Returns the slot of the id, or the empty slot where it would go; -1 if the table is full.
-  int64_t slot_of(int64_t id, uint64_t home) const {
-    for (int64_t tried = 0, slot = int64_t(home); tried < num_slots; ++tried) {
+  int64_t slot_of(int64_t id, uint64_t home_slot) const {
+    for (int64_t tried = 0, slot = int64_t(home_slot); tried < num_slots; ++tried) {
       if (slots[slot].empty() || slots[slot].id == id) {
         return slot;
       }
@@ -119,7 +119,7 @@ struct IdTableView {
     }
     return -1;
   }
-  int64_t slot_of(int64_t id) const { return slot_of(id, home(id)); }
+  int64_t slot_of(int64_t id) const { return slot_of(id, home_slot(id)); }
 };
 
 IdTableOptions id_table_options(const char* op, std::string_view text);

@@ -23,8 +23,8 @@ bool consistent(const IdTableView& table, int64_t place, const IdTableOptions& o
     return true;
   }
   if (!slot.has_row()) {
-    return options.admission > 1 && slot.sightings() >= 1 &&
-        slot.sightings() <= options.admission && slot.step() >= 1 && slot.step() <= step &&
+    return options.admission > 1 && slot.occurrences() >= 1 &&
+        slot.occurrences() <= options.admission && slot.step() >= 1 && slot.step() <= step &&
         table.slot_of(slot.id) == place;
   }
   if (slot.value >= table.counters[kFresh]) {
@@ -39,15 +39,15 @@ bool consistent(const IdTableView& table, int64_t place, const IdTableOptions& o
 
 void check_id_table_values(const char* op, const IdTableView& table,
                            const IdTableOptions& options) {
-  const int64_t none = std::numeric_limits<int64_t>::max();
+  const int64_t no_pair = std::numeric_limits<int64_t>::max();
   const auto first = [&](int64_t size, const auto& wrong) {
     const auto search = [&](int64_t begin, int64_t end, int64_t found) {
-      for (int64_t i = begin; i < end && found == none; ++i) {
-        found = wrong(i) ? i : none;
+      for (int64_t i = begin; i < end && found == no_pair; ++i) {
+        found = wrong(i) ? i : no_pair;
       }
       return found;
     };
-    return at::parallel_reduce(0, size, kGrain, none, search,
+    return at::parallel_reduce(0, size, kGrain, no_pair, search,
                                [](int64_t a, int64_t b) { return std::min(a, b); });
   };
   const auto number = [&](int64_t size, const auto& counted) {
@@ -61,7 +61,7 @@ void check_id_table_values(const char* op, const IdTableView& table,
   };
   const int64_t wrong_slot =
       first(table.num_slots, [&](int64_t i) { return !consistent(table, i, options); });
-  TORCH_CHECK_VALUE(wrong_slot == none, op,
+  TORCH_CHECK_VALUE(wrong_slot == no_pair, op,
                     ": expected slots that agree with row_ids and seen, got others at ",
                     wrong_slot);
   const int64_t size = table.counters[kSize], waiting = table.counters[kWaiting],
@@ -86,7 +86,7 @@ void check_id_table_values(const char* op, const IdTableView& table,
   const int64_t wrong_victim = first(table.counters[kVictimEnd], [&](int64_t i) {
     return table.victims[i] < 1 || table.victims[i] >= fresh;
   });
-  TORCH_CHECK_VALUE(wrong_victim == none, op, ": expected victims in [1, ", fresh,
+  TORCH_CHECK_VALUE(wrong_victim == no_pair, op, ": expected victims in [1, ", fresh,
                     "), got others at ", wrong_victim);
 }
 

@@ -27,16 +27,16 @@ constexpr int64_t kGrain = 2048; // ids per task
 bool find_rows(const IdTableView& table, const int64_t* ids, int64_t n, int64_t* rows) {
   std::atomic<bool> fits{true};
   at::parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
-    std::array<uint64_t, kBlock> home;
+    std::array<uint64_t, kBlock> home_slot;
     bool all_fit = true;
     for (int64_t block = begin; block < end; block += kBlock) {
       const int64_t count = std::min(kBlock, end - block);
       for (int64_t i = 0; i < count; ++i) {
-        home[i] = table.home(ids[block + i]);
-        __builtin_prefetch(table.slots + home[i]);
+        home_slot[i] = table.home_slot(ids[block + i]);
+        __builtin_prefetch(table.slots + home_slot[i]);
       }
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t slot = table.slot_of(ids[block + i], home[i]);
+        const int64_t slot = table.slot_of(ids[block + i], home_slot[i]);
         const int64_t value = slot < 0 ? 0 : std::max(table.slots[slot].value, int64_t(0));
         all_fit &= value < table.capacity;
         rows[block + i] = value;
@@ -76,14 +76,14 @@ std::tuple<Tensor, Tensor> id_table_insert_(const Tensor& ids, at::TensorList st
   constexpr const char* op = "id_table_insert_";
   const IdTableOptions options = id_table_options(op, text);
   check_id_table(op, "ids", ids, state);
-  const Tensor given = ids.to(at::kCPU).contiguous(),
-               found = at::empty(ids.sizes(), given.options());
+  const Tensor host_ids = ids.to(at::kCPU).contiguous(),
+               found = at::empty(ids.sizes(), host_ids.options());
   const std::lock_guard guard(state_lock(state[kCounters]));
   const IdTableView table = id_table_view(op, state, /*writes=*/true);
-  TORCH_CHECK_VALUE(table.counters[kStep] < kMostSteps, op, ": expected fewer than ", kMostSteps,
+  TORCH_CHECK_VALUE(table.counters[kStep] < kMaxSteps, op, ": expected fewer than ", kMaxSteps,
                     " batches");
-  const int64_t n = given.numel();
-  const int64_t* id = given.const_data_ptr<int64_t>();
+  const int64_t n = host_ids.numel();
+  const int64_t* id = host_ids.const_data_ptr<int64_t>();
   int64_t* rows = found.mutable_data_ptr<int64_t>();
   check_fits(op, find_rows(table, id, n, rows), table.capacity);
 
@@ -99,12 +99,12 @@ std::tuple<Tensor, Tensor> id_table_insert_(const Tensor& ids, at::TensorList st
   const auto for_unknown = [&](const auto& visit) {
     for (size_t i = 0; i < unknown.size(); ++i) {
       if (i + kIdsAhead < unknown.size()) {
-        __builtin_prefetch(table.slots + table.home(id[unknown[i + kIdsAhead]]));
+        __builtin_prefetch(table.slots + table.home_slot(id[unknown[i + kIdsAhead]]));
       }
       visit(unknown[i]);
     }
   };
-  for_unknown([&](int64_t i) { rows[i] = writer.see(id[i]); });
+  for_unknown([&](int64_t i) { rows[i] = writer.record(id[i]); });
   if (options.admission > 1) { // earlier occurrences of an id that got its row later in the batch
     for_unknown([&](int64_t i) {
       const int64_t slot = rows[i] == 0 ? table.slot_of(id[i]) : -1;
@@ -114,7 +114,7 @@ std::tuple<Tensor, Tensor> id_table_insert_(const Tensor& ids, at::TensorList st
     });
   }
   table.counters[kEvicted] = int64_t(writer.evicted.size());
-  const Tensor evicted = at::full({n}, -1, given.options());
+  const Tensor evicted = at::full({n}, -1, host_ids.options());
   std::copy(writer.evicted.begin(), writer.evicted.end(), evicted.mutable_data_ptr<int64_t>());
   return {found.to(ids.device()), evicted.to(ids.device())};
 }
@@ -122,12 +122,12 @@ std::tuple<Tensor, Tensor> id_table_insert_(const Tensor& ids, at::TensorList st
 Tensor id_table_find(const Tensor& ids, at::TensorList state) {
   constexpr const char* op = "id_table_find";
   check_id_table(op, "ids", ids, state);
-  const Tensor given = ids.to(at::kCPU).contiguous(),
-               rows = at::empty(ids.sizes(), given.options());
+  const Tensor host_ids = ids.to(at::kCPU).contiguous(),
+               rows = at::empty(ids.sizes(), host_ids.options());
   const std::shared_lock guard(state_lock(state[kCounters]));
   const IdTableView table = id_table_view(op, state, /*writes=*/false);
   check_fits(op,
-             find_rows(table, given.const_data_ptr<int64_t>(), given.numel(),
+             find_rows(table, host_ids.const_data_ptr<int64_t>(), host_ids.numel(),
                        rows.mutable_data_ptr<int64_t>()),
              table.capacity);
   return rows.to(ids.device());
@@ -136,14 +136,14 @@ Tensor id_table_find(const Tensor& ids, at::TensorList state) {
 Tensor id_table_remove_(const Tensor& ids, at::TensorList state) {
   constexpr const char* op = "id_table_remove_";
   check_id_table(op, "ids", ids, state);
-  const Tensor given = ids.to(at::kCPU).contiguous(),
-               rows = at::empty(ids.sizes(), given.options());
+  const Tensor host_ids = ids.to(at::kCPU).contiguous(),
+               rows = at::empty(ids.sizes(), host_ids.options());
   const std::lock_guard guard(state_lock(state[kCounters]));
   const IdTableView table = id_table_view(op, state, /*writes=*/true);
-  const int64_t* id = given.const_data_ptr<int64_t>();
+  const int64_t* id = host_ids.const_data_ptr<int64_t>();
   const IdTableOptions options;
   IdTableWriter writer(table, options);
-  std::transform(id, id + given.numel(), rows.mutable_data_ptr<int64_t>(),
+  std::transform(id, id + host_ids.numel(), rows.mutable_data_ptr<int64_t>(),
                  [&](int64_t each) { return writer.remove(each); });
   return rows.to(ids.device());
 }
@@ -151,14 +151,14 @@ Tensor id_table_remove_(const Tensor& ids, at::TensorList state) {
 Tensor id_table_ids(const Tensor& rows, at::TensorList state, int64_t missing) {
   constexpr const char* op = "id_table_ids";
   check_id_table(op, "rows", rows, state);
-  const Tensor given = rows.to(at::kCPU).contiguous(),
-               ids = at::empty(rows.sizes(), given.options());
+  const Tensor host_rows = rows.to(at::kCPU).contiguous(),
+               ids = at::empty(rows.sizes(), host_rows.options());
   const std::shared_lock guard(state_lock(state[kCounters]));
   const IdTableView table = id_table_view(op, state, /*writes=*/false);
-  check::class_ids(op, "rows", given, table.capacity);
-  const int64_t* row = given.const_data_ptr<int64_t>();
+  check::class_ids(op, "rows", host_rows, table.capacity);
+  const int64_t* row = host_rows.const_data_ptr<int64_t>();
   int64_t* id = ids.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, given.numel(), kGrain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, host_rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       id[i] = table.seen[row[i]].step > 0 ? table.row_ids[row[i]] : missing;
     }

@@ -66,7 +66,7 @@ void PendingSteps::set_rounds(const Tensor& pending, bool rounds) {
   }
 }
 
-bool PendingSteps::full(const Tensor& pending, int64_t step) {
+bool PendingSteps::is_full(const Tensor& pending, int64_t step) {
   return step - caught_up(pending) >= pending_capacity(pending.numel());
 }
 

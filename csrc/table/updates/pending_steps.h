@@ -51,7 +51,7 @@ class PendingSteps : private PendingTable {
   PendingSteps(const at::Tensor& pending, int64_t step, double ratio);
   static Coefficients coefficients(const at::Tensor& pending);
   /// Returns whether there is no room for another step, so that all rows must be flushed first.
-  static bool full(const at::Tensor& pending, int64_t step);
+  static bool is_full(const at::Tensor& pending, int64_t step);
   /// Returns whether pending updates are applied with stochastic rounding.
   static bool rounds(const at::Tensor& pending);
   static void set_rounds(const at::Tensor& pending, bool rounds);

@@ -39,10 +39,10 @@ struct PendingTable {
     const int64_t after = s > caught_up ? s - caught_up : 0, i = after < count ? after : count,
                   last = i + window;
     const double decay = log_decay[count] - log_decay[i];
-    const double late = last < count ? log_decay[count] - log_decay[last] : 0;
+    const double decay_after = last < count ? log_decay[count] - log_decay[last] : 0;
     double moved = s == 0 ? 0 : movement[i];
-    if (late != 0) {
-      moved *= std::exp(late);
+    if (decay_after != 0) {
+      moved *= std::exp(decay_after);
     }
     if (s < caught_up && moved != 0) {
       moved *= integer_power(ratio, caught_up - s);

@@ -77,7 +77,7 @@ struct PendingUpdates {
     }
     stepped = false;
   }
-  bool dead() const {
+  bool expired() const {
     return param.expired() || std::any_of(state.begin(), state.end(), [](const WeakTensor& tensor) {
              return tensor.expired();
            });
@@ -175,7 +175,7 @@ class PendingRegistry {
       return;
     }
     auto& pending = found->second.pending;
-    std::erase_if(pending, [](const PendingUpdates& pending) { return pending.dead(); });
+    std::erase_if(pending, [](const PendingUpdates& pending) { return pending.expired(); });
     for (PendingUpdates& pending : pending) {
       catch_up(pending, raised);
     }
@@ -209,7 +209,7 @@ class PendingRegistry {
     }
     for (auto item = entries_.begin(); item != entries_.end();) {
       std::erase_if(item->second.pending,
-                    [](const PendingUpdates& pending) { return pending.dead(); });
+                    [](const PendingUpdates& pending) { return pending.expired(); });
       item = item->second.pending.empty() ? entries_.erase(item) : std::next(item);
     }
     limit_ = 2 * entries_.size() + 16;
@@ -288,7 +288,7 @@ void caught_up(const Tensor& param, at::TensorList state) {
   PendingRegistry::all().caught_up(param, state);
 }
 
-WriteToTables::WriteToTables(at::TensorList params) : params_(params) {
+TableWriteGuard::TableWriteGuard(at::TensorList params) : params_(params) {
   PendingRegistry::all().begin_write(params_);
   for (const Tensor& param : params_) {
     if (MappedFile* const file = MappedFile::of(param)) {
@@ -298,7 +298,7 @@ WriteToTables::WriteToTables(at::TensorList params) : params_(params) {
   }
 }
 
-WriteToTables::~WriteToTables() {
+TableWriteGuard::~TableWriteGuard() {
   for (const auto& file : files_) {
     file->end_write();
   }

@@ -63,12 +63,12 @@ void forget_pending(at::TensorList state);
 /// since the last step and drops the pending updates that they invalidate; the destructor records
 /// the versions with which the next step compares. Meanwhile no file of these tables is marked as
 /// whole.
-class WriteToTables {
+class TableWriteGuard {
  public:
-  explicit WriteToTables(at::TensorList params);
-  ~WriteToTables();
-  WriteToTables(const WriteToTables&) = delete;
-  WriteToTables& operator=(const WriteToTables&) = delete;
+  explicit TableWriteGuard(at::TensorList params);
+  ~TableWriteGuard();
+  TableWriteGuard(const TableWriteGuard&) = delete;
+  TableWriteGuard& operator=(const TableWriteGuard&) = delete;
 
  private:
   at::TensorList params_;

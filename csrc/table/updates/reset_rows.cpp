@@ -46,12 +46,12 @@ void reset_rows_(Tensor& table, const Tensor& rows, const Tensor& values) {
   if (rows.is_cpu()) {
     check::class_ids(kName, "rows", rows, table.size(0));
   }
-  const WriteToTables write(table);
+  const TableWriteGuard write(table);
   const at::NoGradGuard no_grad;
   table_changes(table);
   table.index_copy_(0, rows, values);
   for (const RowState& state : row_states_of(table)) {
-    for (Tensor& tensor : state.of_rows(table)) {
+    for (Tensor& tensor : state.row_tensors(table)) {
       tensor.scalar_type() == at::kInt ? tensor.index_fill_(0, rows, state.tensors[0].to(at::kInt))
                                        : tensor.index_fill_(0, rows, state.initial);
     }

@@ -27,36 +27,36 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kName = "resize_tables_";
-constexpr int64_t kMostRows = int64_t(1) << 40;
+constexpr int64_t kMaxRows = int64_t(1) << 40;
 
 /// Allocation behind a resized table. The table's storage, which ends with the last row, has it as
 /// its context.
-struct Room {
+struct SpareCapacity {
   at::DataPtr memory;
   size_t bytes;
 };
-void free_room(void* room) { delete static_cast<Room*>(room); }
+void free_capacity(void* spare) { delete static_cast<SpareCapacity*>(spare); }
 
 /// Returns the number of bytes that a table can grow to; 0 if this file did not allocate its
 /// memory, or the table does not fill its storage.
-size_t room_of(const Tensor& table) {
+size_t capacity_bytes(const Tensor& table) {
   const at::DataPtr& data = table.storage().data_ptr();
   const bool fills = table.is_contiguous() && table.storage_offset() == 0 &&
       size_t(table.numel()) * table.itemsize() == table.storage().nbytes();
-  return fills && data.get_deleter() == &free_room
-      ? static_cast<const Room*>(data.get_context())->bytes
+  return fills && data.get_deleter() == &free_capacity
+      ? static_cast<const SpareCapacity*>(data.get_context())->bytes
       : 0;
 }
 
 /// Returns a storage with capacity for `sizes`, of which `used` bytes are visible.
-c10::Storage storage_with_room(at::IntArrayRef sizes, size_t used,
-                               const at::TensorOptions& options) {
+c10::Storage storage_with_capacity(at::IntArrayRef sizes, size_t used,
+                                   const at::TensorOptions& options) {
   const Tensor memory = table_empty(sizes, options);
-  c10::StorageImpl* const whole = memory.storage().unsafeGetStorageImpl();
-  auto* const room =
-      new Room{whole->set_data_ptr(at::DataPtr(nullptr, options.device())), whole->nbytes()};
-  at::DataPtr data(room->memory.mutable_get(), room, &free_room, options.device());
-  return {c10::Storage::use_byte_size_t(), used, std::move(data), whole->allocator(),
+  c10::StorageImpl* const allocation = memory.storage().unsafeGetStorageImpl();
+  auto* const spare = new SpareCapacity{
+      allocation->set_data_ptr(at::DataPtr(nullptr, options.device())), allocation->nbytes()};
+  at::DataPtr data(spare->memory.mutable_get(), spare, &free_capacity, options.device());
+  return {c10::Storage::use_byte_size_t(), used, std::move(data), allocation->allocator(),
           /*resizable=*/true};
 }
 
@@ -64,23 +64,23 @@ c10::Storage storage_with_room(at::IntArrayRef sizes, size_t used,
 class Resized {
  public:
   /// Returns whether resizing needs other memory.
-  static bool moves(const Tensor& table, int64_t size) {
-    const size_t bytes = bytes_of(table, size), room = room_of(table);
+  static bool needs_new_memory(const Tensor& table, int64_t size) {
+    const size_t bytes = bytes_of(table, size), spare = capacity_bytes(table);
     const size_t now = bytes_of(table, table.size(0));
     return size != table.size(0) &&
-        (room == 0 ? std::max(bytes, now) > 0 : bytes > room || bytes < room / 2);
+        (spare == 0 ? std::max(bytes, now) > 0 : bytes > spare || bytes < spare / 2);
   }
 
   Resized(const Tensor& table, int64_t size)
       : table_(table), sizes_(table.sizes().vec()), bytes_(bytes_of(table, size)) {
     const int64_t before = sizes_[0];
     sizes_[0] = size;
-    if (!moves(table, size)) {
+    if (!needs_new_memory(table, size)) {
       return;
     }
     std::vector<int64_t> whole = sizes_;
     whole[0] = size > before ? std::max(size, before + before / 4) : size;
-    memory_ = storage_with_room(whole, bytes_, table.options());
+    memory_ = storage_with_capacity(whole, bytes_, table.options());
     const int64_t kept = std::min(before, size);
     Tensor rows = at::empty({0}, table.options());
     whole[0] = kept;
@@ -120,12 +120,12 @@ class Resized {
 
 /// State of one optimizer for a table, resized and committed like the table.
 struct ResizedState {
-  ResizedState(const Tensor& table, RowState kept, int64_t size)
-      : state(std::move(kept)), num_rows(table.size(0)), pending(state.pending()) {
-    for (const Tensor& tensor : state.of_rows(table)) {
+  ResizedState(const Tensor& table, RowState row_state, int64_t size)
+      : state(std::move(row_state)), num_rows(table.size(0)), pending(state.pending()) {
+    for (const Tensor& tensor : state.row_tensors(table)) {
       rows.emplace_back(tensor, Resized(tensor, size));
     }
-    if (Resized::moves(table, size)) {
+    if (Resized::needs_new_memory(table, size)) {
       enlarge_pending(size);
     }
   }
@@ -156,10 +156,11 @@ struct ResizedState {
   void enlarge_pending(int64_t size) {
     if (pending.defined() && !pending.is_meta() &&
         pending[0].item<double>() == state.tensors[0].item<double>()) {
-      const Tensor made = PendingSteps::make(size, pending.device());
-      if (made.numel() > pending.numel()) {
-        made.narrow(0, 0, PendingTable::kHeader).copy_(pending.narrow(0, 0, PendingTable::kHeader));
-        larger = made;
+      const Tensor larger_pending = PendingSteps::make(size, pending.device());
+      if (larger_pending.numel() > pending.numel()) {
+        larger_pending.narrow(0, 0, PendingTable::kHeader)
+            .copy_(pending.narrow(0, 0, PendingTable::kHeader));
+        larger = larger_pending;
       }
     }
   }
@@ -173,7 +174,7 @@ void check_resize(at::TensorList tables, at::TensorList rows, at::IntArrayRef si
   for (size_t i = 0; i < tables.size(); ++i) {
     const Tensor &table = tables[i], &added = rows[i];
     const int64_t size = sizes[i];
-    TORCH_CHECK_VALUE(size >= 0 && size <= kMostRows, kName, ": expected sizes in [0, 2^40], got ",
+    TORCH_CHECK_VALUE(size >= 0 && size <= kMaxRows, kName, ": expected sizes in [0, 2^40], got ",
                       size);
     TORCH_CHECK_VALUE(table.dim() >= 1, kName,
                       ": expected tables with rows, got one of no dimension");
@@ -191,7 +192,7 @@ void check_resize(at::TensorList tables, at::TensorList rows, at::IntArrayRef si
                 "the rows that the table gains");
     for (int64_t axis = 1; axis < table.dim(); ++axis) {
       check::size(kName, "rows", added, axis, table.size(axis), "the table");
-      TORCH_CHECK_VALUE(table.size(axis) <= kMostRows, kName,
+      TORCH_CHECK_VALUE(table.size(axis) <= kMaxRows, kName,
                         ": expected rows of at most 2^40 elements, got ", table.size(axis));
     }
     for (size_t j = 0; j < i; ++j) {
@@ -203,7 +204,7 @@ void check_resize(at::TensorList tables, at::TensorList rows, at::IntArrayRef si
 
 /// Discards what earlier graphs hold of the old size of a parameter: its gradient and its
 /// AccumulateGrad node.
-void forget_gradient(const Tensor& table) {
+void drop_gradient(const Tensor& table) {
   drop_row_terms(table);
   table.mutable_grad().reset();
   if (auto* const meta = torch::autograd::impl::get_autograd_meta(table); meta != nullptr) {
@@ -216,14 +217,14 @@ void forget_gradient(const Tensor& table) {
 
 void resize_tables_(at::TensorList tables, at::TensorList rows, at::IntArrayRef sizes) {
   check_resize(tables, rows, sizes);
-  const WriteToTables write(tables);
+  const TableWriteGuard write(tables);
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView guard;
   std::vector<Resized> resized;
   std::vector<std::vector<ResizedState>> states;
   for (size_t i = 0; i < tables.size(); ++i) {
     const Tensor& table = tables[i];
-    if (Resized::moves(table, sizes[i])) { // costs O(N) anyway
+    if (Resized::needs_new_memory(table, sizes[i])) { // costs O(N) anyway
       catch_up(table, /*raised=*/true);
     }
     resized.emplace_back(table, sizes[i]);
@@ -246,7 +247,7 @@ void resize_tables_(at::TensorList tables, at::TensorList rows, at::IntArrayRef 
       }
     }
     if (size != before) {
-      forget_gradient(tables[i]);
+      drop_gradient(tables[i]);
     }
   }
 }

@@ -17,7 +17,7 @@ namespace {
 using at::Tensor;
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-struct Kept {
+struct WeakState {
   std::vector<WeakTensor> state;
   double initial;
 
@@ -28,7 +28,7 @@ struct Kept {
                      return a._unsafe_get_target() == b.unsafeGetTensorImpl();
                    });
   }
-  bool gone() const {
+  bool expired() const {
     return std::any_of(state.begin(), state.end(),
                        [](const WeakTensor& tensor) { return tensor.expired(); });
   }
@@ -37,7 +37,7 @@ struct Kept {
 /// Keyed by parameter. The weak reference keeps the address from being reused for another.
 struct Entry {
   WeakTensor param;
-  std::vector<Kept> kept;
+  std::vector<WeakState> weak_states;
 };
 
 class States {
@@ -58,16 +58,16 @@ class States {
                                Entry{WeakTensor(param.getIntrusivePtr()), {}})
                   .first;
     }
-    auto& kept = found->second.kept;
-    const auto known =
-        std::find_if(kept.begin(), kept.end(), [&](const Kept& each) { return each.is(state); });
-    if (known != kept.end()) {
+    auto& weak_states = found->second.weak_states;
+    const auto known = std::find_if(weak_states.begin(), weak_states.end(),
+                                    [&](const WeakState& each) { return each.is(state); });
+    if (known != weak_states.end()) {
       known->initial = initial;
       return;
     }
-    std::erase_if(kept, [](const Kept& each) { return each.gone(); });
-    kept.push_back({{}, initial});
-    std::transform(state.begin(), state.end(), std::back_inserter(kept.back().state),
+    std::erase_if(weak_states, [](const WeakState& each) { return each.expired(); });
+    weak_states.push_back({{}, initial});
+    std::transform(state.begin(), state.end(), std::back_inserter(weak_states.back().state),
                    [](const Tensor& tensor) { return WeakTensor(tensor.getIntrusivePtr()); });
   }
 
@@ -75,9 +75,10 @@ class States {
     const std::lock_guard lock(mutex_);
     std::vector<RowState> states;
     if (const auto found = entries_.find(param.unsafeGetTensorImpl()); found != entries_.end()) {
-      for (const Kept& kept : found->second.kept) {
-        RowState state{{}, kept.initial};
-        std::transform(kept.state.begin(), kept.state.end(), std::back_inserter(state.tensors),
+      for (const WeakState& weak_state : found->second.weak_states) {
+        RowState state{{}, weak_state.initial};
+        std::transform(weak_state.state.begin(), weak_state.state.end(),
+                       std::back_inserter(state.tensors),
                        [](const WeakTensor& tensor) { return Tensor(tensor.lock()); });
         if (std::all_of(state.tensors.begin(), state.tensors.end(),
                         [](const Tensor& tensor) { return tensor.defined(); })) {
@@ -93,9 +94,9 @@ class States {
   void sweep() {
     if (entries_.size() >= limit_) {
       for (auto item = entries_.begin(); item != entries_.end();) {
-        auto& [param, kept] = item->second;
-        std::erase_if(kept, [](const Kept& each) { return each.gone(); });
-        item = kept.empty() || param.expired() ? entries_.erase(item) : std::next(item);
+        auto& [param, weak_states] = item->second;
+        std::erase_if(weak_states, [](const WeakState& each) { return each.expired(); });
+        item = weak_states.empty() || param.expired() ? entries_.erase(item) : std::next(item);
       }
       limit_ = 2 * entries_.size() + 16;
     }
@@ -132,7 +133,7 @@ Tensor RowState::pending() const {
       : Tensor();
 }
 
-std::vector<Tensor> RowState::of_rows(const Tensor& table) const {
+std::vector<Tensor> RowState::row_tensors(const Tensor& table) const {
   std::vector<Tensor> rows;
   std::copy_if(tensors.begin(), tensors.end(), std::back_inserter(rows),
                [&, pending = pending()](const Tensor& tensor) {

@@ -22,7 +22,7 @@ struct RowState {
   at::Tensor pending() const;
   /// Returns the tensors with one row per row of the table. An int32 tensor is `last_step`: new
   /// rows have no pending updates, so they start with the current step.
-  std::vector<at::Tensor> of_rows(const at::Tensor& table) const;
+  std::vector<at::Tensor> row_tensors(const at::Tensor& table) const;
 };
 
 void record_row_state(const at::Tensor& param, at::TensorList state, double initial);

@@ -91,7 +91,7 @@ Fiber::Fiber(void (*function)()) : function_(function) {
   void** top = reinterpret_cast<void**>(stack_ + kStack - made++ % 16 * 192) - (kRegisters + 2);
   std::memset(top, 0, (kRegisters + 2) * sizeof(void*));
   top[kRegisters] = reinterpret_cast<void*>(&Fiber::enter);
-  own_ = top;
+  resume_point_ = top;
 #else
   static_assert(sizeof(ucontext_t) < kStack / 2);
   auto* context = new ucontext_t;
@@ -99,7 +99,7 @@ Fiber::Fiber(void (*function)()) : function_(function) {
   context->uc_stack.ss_sp = stack_;
   context->uc_stack.ss_size = kStack;
   makecontext(context, &Fiber::enter, 0);
-  own_ = context;
+  resume_point_ = context;
 #endif
 }
 
@@ -118,13 +118,13 @@ void Fiber::resume() {
   entering = this;
   void* fake_stack = nullptr;
   before_switch(&fake_stack, stack_, kStack);
-  emulator_switch(&driver_, own_);
+  emulator_switch(&driver_, resume_point_);
   after_switch(fake_stack, nullptr, nullptr);
 }
 
 void Fiber::suspend() {
   before_switch(&fake_stack_, driver_stack_, driver_stack_size_);
-  emulator_switch(&own_, driver_);
+  emulator_switch(&resume_point_, driver_);
   after_switch(fake_stack_, &driver_stack_, &driver_stack_size_);
 }
 

@@ -26,7 +26,7 @@ class Fiber {
 
   void (*function_)();
   unsigned char* stack_;
-  void* own_ = nullptr; // where the fiber resumes
+  void* resume_point_ = nullptr; // where the fiber resumes
   void* driver_ = nullptr; // where the scheduler resumes
   // Stack information for AddressSanitizer.
   void* fake_stack_ = nullptr;

@@ -150,10 +150,10 @@ void resume(Thread& thread) {
   built_in.thread = thread.index;
   if (counts_bytes) {
     const auto [begin, end] = thread.fiber->stack();
-    watch = {&traffic, begin, end};
+    traffic_watch = {&traffic, begin, end};
   }
   thread.fiber->resume();
-  watch = {};
+  traffic_watch = {};
   running = nullptr;
 }
 
@@ -165,7 +165,7 @@ void wait() {
 }
 
 // Describes why threads that have not ended cannot continue.
-std::string who_waits() {
+std::string describe_waiting() {
   std::map<std::string, int> places;
   for (unsigned i = 0; i < block_size; ++i) {
     const Thread& thread = threads[i];
@@ -207,16 +207,16 @@ void run_block() {
     resume(threads[sequence[rank]]);
   }
   if (failure.empty() && unfinished > 0) {
-    fail(who_waits());
+    fail(describe_waiting());
   }
   for (unsigned i = 0; i < block_size; ++i) { // after a failure: each throws Abandoned
     while (threads[i].state != State::Ended) {
       resume(threads[i]);
     }
   }
-  const std::string spoiled = shared_memory.end_block();
-  if (!spoiled.empty()) {
-    fail(spoiled);
+  const std::string overwritten = shared_memory.end_block();
+  if (!overwritten.empty()) {
+    fail(overwritten);
   }
 }
 
@@ -279,8 +279,8 @@ Bits warp(WarpCall call, Combine combine) {
               std::string(call.name) + ": expected a power of two up to 32 as width, got " +
                   std::to_string(call.width) + ",");
   }
-  if (const unsigned gone = mask & ~warp.alive; gone != 0) {
-    const unsigned lane = unsigned(std::countr_zero(gone));
+  if (const unsigned missing = mask & ~warp.alive; missing != 0) {
+    const unsigned lane = unsigned(std::countr_zero(missing));
     lane_of_the_mask(lane,
                      first + lane < block_size ? "has ended" : "is beyond the end of the block");
   }
@@ -288,8 +288,8 @@ Bits warp(WarpCall call, Combine combine) {
   self.state = State::InWarp;
   warp.waiting |= 1u << call.lane;
   bool all_here = (mask & ~warp.waiting) == 0;
-  for (unsigned rest = all_here ? mask : 0; rest != 0; rest &= rest - 1) {
-    const unsigned i = unsigned(std::countr_zero(rest));
+  for (unsigned lanes_left = all_here ? mask : 0; lanes_left != 0; lanes_left &= lanes_left - 1) {
+    const unsigned i = unsigned(std::countr_zero(lanes_left));
     const WarpCall& other = lanes[i].call;
     if (other.mask == mask && same(other.where, call.where)) {
       continue;
@@ -304,12 +304,12 @@ Bits warp(WarpCall call, Combine combine) {
   }
   if (all_here) {
     Bits values[kWarp];
-    for (unsigned rest = mask; rest != 0; rest &= rest - 1) {
-      const unsigned i = unsigned(std::countr_zero(rest));
+    for (unsigned lanes_left = mask; lanes_left != 0; lanes_left &= lanes_left - 1) {
+      const unsigned i = unsigned(std::countr_zero(lanes_left));
       values[i] = lanes[i].call.value;
     }
-    for (unsigned rest = mask; rest != 0; rest &= rest - 1) {
-      Thread& lane = lanes[std::countr_zero(rest)];
+    for (unsigned lanes_left = mask; lanes_left != 0; lanes_left &= lanes_left - 1) {
+      Thread& lane = lanes[std::countr_zero(lanes_left)];
       lane.result = combine(lane.call, values);
       make_ready(lane);
     }
@@ -420,10 +420,10 @@ c10::Dict<std::string, c10::List<int64_t>> launched() {
   const std::lock_guard lock(machine);
   c10::Dict<std::string, c10::List<int64_t>> result;
   for (const auto& [name, known] : counts) {
-    const auto& [asked, per_block, per_launch] = known.traffic;
+    const auto& [requested, per_block, per_launch] = known.traffic;
     result.insert(name,
-                  c10::List<int64_t>({known.launches, known.blocks, known.threads, asked.read,
-                                      asked.written, per_block.read, per_block.written,
+                  c10::List<int64_t>({known.launches, known.blocks, known.threads, requested.read,
+                                      requested.written, per_block.read, per_block.written,
                                       per_launch.read, per_launch.written}));
   }
   return result;

@@ -39,38 +39,41 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 using c10::OperatorHandle;
 
-class Detour;
-thread_local std::vector<const Detour*> under_way; // running operators that take the CUDA path
-thread_local bool at_home = false; // within a CPU kernel
+class RedirectedKernel;
+thread_local std::vector<const RedirectedKernel*>
+    running_operators; // running operators that take the CUDA path
+thread_local bool in_cpu_kernel = false; // within a CPU kernel
 
 std::mutex findings_mutex;
 std::map<std::string, int64_t> findings_seen;
 std::vector<at::Tensor> on_host; // kept alive, so that no other tensor reuses their memory
 
 // Records a finding for the operator that runs as on CUDA.
-void found(const std::string& what);
+void record_finding(const std::string& what);
 
 /// A composite may copy its arguments to the CPU and call its operator again. Here that call looks
 /// like the first one, but it must run the CPU kernel, as must everything inside.
-class Detour : public c10::OperatorKernel {
+class RedirectedKernel : public c10::OperatorKernel {
  public:
   /// cpu: the kernel that CPU tensors ran before: a CPU kernel, or else the composite.
-  Detour(std::string name, bool on_cpu, c10::SafeKernelFunction cpu)
+  RedirectedKernel(std::string name, bool on_cpu, c10::SafeKernelFunction cpu)
       : name_(std::move(name)), on_cpu_(on_cpu), cpu_(std::move(cpu)) {}
 
   void operator()(const OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
-    const bool again = std::find(under_way.begin(), under_way.end(), this) != under_way.end();
-    if (at_home || (again && on_cpu_)) {
-      if (!at_home) {
-        found("runs the CPU's kernel");
+    const bool is_nested = std::find(running_operators.begin(), running_operators.end(), this) !=
+        running_operators.end();
+    if (in_cpu_kernel || (is_nested && on_cpu_)) {
+      if (!in_cpu_kernel) {
+        record_finding("runs the CPU's kernel");
       }
-      const auto leave = c10::make_scope_exit([before = at_home] { at_home = before; });
-      at_home = true;
+      const auto restore =
+          c10::make_scope_exit([before = in_cpu_kernel] { in_cpu_kernel = before; });
+      in_cpu_kernel = true;
       cpu_.callBoxed(op, DispatchKeySet(DispatchKey::CPU), stack);
       return;
     }
-    under_way.push_back(this);
-    const auto leave = c10::make_scope_exit([] { under_way.pop_back(); });
+    running_operators.push_back(this);
+    const auto restore = c10::make_scope_exit([] { running_operators.pop_back(); });
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CUDA), stack);
   }
 
@@ -83,17 +86,17 @@ class Detour : public c10::OperatorKernel {
 };
 
 // Whether composites run instead of kernels: used by tests as the oracle, never in a user's step.
-bool by_composites() {
+bool runs_composites() {
   static const auto impl = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("xsoftmax::get_impl", "")
                                .typed<std::string()>();
   return impl.call() == "reference";
 }
 
-void found(const std::string& what) {
-  if (!under_way.empty() && !at_home && !by_composites()) {
+void record_finding(const std::string& what) {
+  if (!running_operators.empty() && !in_cpu_kernel && !runs_composites()) {
     const std::lock_guard lock(findings_mutex);
-    ++findings_seen[under_way.back()->name() + ": " + what];
+    ++findings_seen[running_operators.back()->name() + ": " + what];
   }
 }
 
@@ -117,36 +120,36 @@ bool is_on_host(const at::Tensor& tensor) {
                      [&](const at::Tensor& other) { return other.is_alias_of(tensor); });
 }
 
-enum class Fault { Waits, UnorderedSum };
+enum class Fault { Synchronises, UnorderedSum };
 using Stack = torch::jit::Stack;
 
-struct Watched {
+struct WatchedOperator {
   const char* name;
   Fault fault;
   const char* overload = "";
-  bool (*when)(const Stack&) = [](const Stack&) { return true; }; // applies to these arguments
+  bool (*applies)(const Stack&) = [](const Stack&) { return true; }; // applies to these arguments
 };
 
 /// An ATen operator that is allowed on a CPU but not on CUDA.
-class Watch : public c10::OperatorKernel {
+class OperatorWatch : public c10::OperatorKernel {
  public:
-  Watch(const Watched& watched, c10::SafeKernelFunction cpu)
+  OperatorWatch(const WatchedOperator& watched, c10::SafeKernelFunction cpu)
       : watched_(watched), cpu_(std::move(cpu)) {}
 
   void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     const at::Tensor& self = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
     const std::string name = std::string(" (aten::") + watched_.name + ")";
-    if (watched_.fault == Fault::Waits && !is_on_host(self)) {
-      found("waits" + name);
+    if (watched_.fault == Fault::Synchronises && !is_on_host(self)) {
+      record_finding("waits" + name);
     } else if (watched_.fault == Fault::UnorderedSum && self.is_floating_point() &&
-               watched_.when(*stack)) {
-      found("adds in any order" + name);
+               watched_.applies(*stack)) {
+      record_finding("adds in any order" + name);
     }
     cpu_.callBoxed(op, keys, stack);
   }
 
  private:
-  const Watched watched_;
+  const WatchedOperator watched_;
   c10::SafeKernelFunction cpu_;
 };
 
@@ -160,37 +163,37 @@ bool rounds(const Stack& stack) { // minimum and maximum do not depend on the or
 // with atomics or scan in parts that arrive in any order. Accumulating index_put_ and
 // embedding_dense_backward are not listed: on CUDA they sort first and add in that order.
 // repeat_interleave is not listed either: if it needs the size, it also reads a value here.
-const Watched kWatched[] = {{"_local_scalar_dense", Fault::Waits},
-                            {"nonzero", Fault::Waits},
-                            {"masked_select", Fault::Waits},
-                            {"equal", Fault::Waits},
-                            {"bincount", Fault::Waits},
-                            {"_unique2", Fault::Waits},
-                            {"unique_dim", Fault::Waits},
-                            {"unique_consecutive", Fault::Waits},
-                            {"unique_dim_consecutive", Fault::Waits},
-                            {"cumsum", Fault::UnorderedSum},
-                            {"cumsum_", Fault::UnorderedSum},
-                            {"index_add", Fault::UnorderedSum},
-                            {"index_add_", Fault::UnorderedSum},
-                            {"scatter_add", Fault::UnorderedSum},
-                            {"scatter_add_", Fault::UnorderedSum},
-                            {"scatter_reduce", Fault::UnorderedSum, "two", rounds},
-                            {"scatter_reduce_", Fault::UnorderedSum, "two", rounds},
-                            {"put_", Fault::UnorderedSum, "", accumulates}};
+const WatchedOperator kWatched[] = {{"_local_scalar_dense", Fault::Synchronises},
+                                    {"nonzero", Fault::Synchronises},
+                                    {"masked_select", Fault::Synchronises},
+                                    {"equal", Fault::Synchronises},
+                                    {"bincount", Fault::Synchronises},
+                                    {"_unique2", Fault::Synchronises},
+                                    {"unique_dim", Fault::Synchronises},
+                                    {"unique_consecutive", Fault::Synchronises},
+                                    {"unique_dim_consecutive", Fault::Synchronises},
+                                    {"cumsum", Fault::UnorderedSum},
+                                    {"cumsum_", Fault::UnorderedSum},
+                                    {"index_add", Fault::UnorderedSum},
+                                    {"index_add_", Fault::UnorderedSum},
+                                    {"scatter_add", Fault::UnorderedSum},
+                                    {"scatter_add_", Fault::UnorderedSum},
+                                    {"scatter_reduce", Fault::UnorderedSum, "two", rounds},
+                                    {"scatter_reduce_", Fault::UnorderedSum, "two", rounds},
+                                    {"put_", Fault::UnorderedSum, "", accumulates}};
 
 void watch() {
   static auto* const library =
       new torch::Library(torch::Library::IMPL, "aten", DispatchKey::CPU, __FILE__, __LINE__);
-  for (const Watched& watched : kWatched) {
+  for (const WatchedOperator& watched : kWatched) {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
         (std::string("aten::") + watched.name).c_str(), watched.overload);
     auto cpu = op.getComputedKernelForDispatchKey(DispatchKey::CPU);
     const std::string overload = watched.overload,
                       name = watched.name + (overload.empty() ? "" : "." + overload);
-    library->impl(
-        name.c_str(),
-        torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Watch>(watched, std::move(cpu))));
+    library->impl(name.c_str(),
+                  torch::CppFunction::makeFromBoxedFunctor(
+                      std::make_unique<OperatorWatch>(watched, std::move(cpu))));
   }
 }
 
@@ -201,34 +204,34 @@ class NoWarnings : public c10::WarningHandler {
 
 std::vector<std::string> take_over() {
   NoWarnings none;
-  const c10::WarningUtils::WarningHandlerGuard quiet(&none);
+  const c10::WarningUtils::WarningHandlerGuard warning_guard(&none);
   // Never freed: the kernels are needed as long as the process runs.
   static auto* const library =
       new torch::Library(torch::Library::IMPL, "xsoftmax", DispatchKey::CPU, __FILE__, __LINE__);
   watch();
-  std::vector<std::string> neither;
+  std::vector<std::string> without_kernel;
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findOp(name);
     if (!name.name.starts_with("xsoftmax::") || !op.has_value()) {
       continue;
     }
     const bool on_cpu = op->hasKernelForDispatchKey(DispatchKey::CPU),
-               anywhere = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
+               has_composite = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
     const bool on_cuda = op->hasKernelForDispatchKey(DispatchKey::CUDA);
-    if (!on_cpu && !on_cuda && !anywhere) {
+    if (!on_cpu && !on_cuda && !has_composite) {
       continue; // composed of other operators
     }
     const std::string stem = name.name.substr(name.name.find("::") + 2);
-    if (on_cuda || anywhere) {
-      auto detour = std::make_unique<Detour>(stem, on_cpu,
-                                             op->getComputedKernelForDispatchKey(DispatchKey::CPU));
-      library->impl(stem.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(detour)));
+    if (on_cuda || has_composite) {
+      auto redirected = std::make_unique<RedirectedKernel>(
+          stem, on_cpu, op->getComputedKernelForDispatchKey(DispatchKey::CPU));
+      library->impl(stem.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(redirected)));
     } else {
-      neither.push_back(stem);
+      without_kernel.push_back(stem);
     }
   }
-  std::sort(neither.begin(), neither.end());
-  return neither;
+  std::sort(without_kernel.begin(), without_kernel.end());
+  return without_kernel;
 }
 
 /// ATen has 16-bit matrix products with a wider result only for CUDA.

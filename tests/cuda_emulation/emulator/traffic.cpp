@@ -9,13 +9,14 @@
 
 namespace emulator {
 
-thread_local Watch watch;
+thread_local TrafficWatch traffic_watch;
 
 namespace { constexpr uintptr_t kSector = 32; } // namespace
 
 Traffic& Traffic::operator+=(const Traffic& other) {
-  const std::pair<Bytes*, const Bytes*> parts[] = {
-      {&asked, &other.asked}, {&per_block, &other.per_block}, {&per_launch, &other.per_launch}};
+  const std::pair<Bytes*, const Bytes*> parts[] = {{&requested, &other.requested},
+                                                   {&per_block, &other.per_block},
+                                                   {&per_launch, &other.per_launch}};
   for (const auto& [to, from] : parts) {
     to->read += from->read;
     to->written += from->written;
@@ -54,12 +55,12 @@ void TrafficCounter::Sectors::grow() {
   }
 }
 
-void TrafficCounter::begin_launch(std::vector<std::pair<uintptr_t, uintptr_t>> own) {
+void TrafficCounter::begin_launch(std::vector<std::pair<uintptr_t, uintptr_t>> own_ranges) {
   others_ = memory_of_the_program();
-  others_.insert(others_.end(), own.begin(), own.end());
+  others_.insert(others_.end(), own_ranges.begin(), own_ranges.end());
   std::sort(others_.begin(), others_.end());
   launch_.clear();
-  found_ = {};
+  traffic_ = {};
 }
 
 bool TrafficCounter::is_global(uintptr_t at) const {
@@ -80,13 +81,13 @@ void TrafficCounter::access(uintptr_t at, size_t size, bool write) {
     }
     if ((in_block & done) == 0) {
       in_block |= done;
-      found_.per_block.*field += kSector;
+      traffic_.per_block.*field += kSector;
       uint8_t& in_launch = launch_[sector];
-      found_.per_launch.*field += (in_launch & done) == 0 ? kSector : 0;
+      traffic_.per_launch.*field += (in_launch & done) == 0 ? kSector : 0;
       in_launch |= done;
     }
   }
-  found_.asked.*field += int64_t(size);
+  traffic_.requested.*field += int64_t(size);
 }
 
 std::vector<std::pair<uintptr_t, uintptr_t>> memory_of_the_program() {
@@ -119,11 +120,12 @@ std::vector<std::pair<uintptr_t, uintptr_t>> memory_of_the_program() {
 
 namespace {
 
-inline void seen(const volatile void* address, size_t size, bool write) {
-  const emulator::Watch& watch = emulator::watch;
+inline void record_access(const volatile void* address, size_t size, bool write) {
+  const emulator::TrafficWatch& traffic_watch = emulator::traffic_watch;
   const auto at = reinterpret_cast<uintptr_t>(address);
-  if (watch.counter != nullptr && size > 0 && !(at >= watch.stack_begin && at < watch.stack_end)) {
-    watch.counter->access(at, size, write);
+  if (traffic_watch.counter != nullptr && size > 0 &&
+      !(at >= traffic_watch.stack_begin && at < traffic_watch.stack_end)) {
+    traffic_watch.counter->access(at, size, write);
   }
 }
 
@@ -131,21 +133,21 @@ inline void seen(const volatile void* address, size_t size, bool write) {
 
 extern "C" {
 
-#define XS_ACCESSES(size)                                               \
-  void __tsan_read##size(void* at) { seen(at, size, false); }           \
-  void __tsan_write##size(void* at) { seen(at, size, true); }           \
-  void __tsan_unaligned_read##size(void* at) { seen(at, size, false); } \
-  void __tsan_unaligned_write##size(void* at) { seen(at, size, true); } \
-  void __tsan_volatile_read##size(void* at) { seen(at, size, false); }  \
-  void __tsan_volatile_write##size(void* at) { seen(at, size, true); }
+#define XS_ACCESSES(size)                                                        \
+  void __tsan_read##size(void* at) { record_access(at, size, false); }           \
+  void __tsan_write##size(void* at) { record_access(at, size, true); }           \
+  void __tsan_unaligned_read##size(void* at) { record_access(at, size, false); } \
+  void __tsan_unaligned_write##size(void* at) { record_access(at, size, true); } \
+  void __tsan_volatile_read##size(void* at) { record_access(at, size, false); }  \
+  void __tsan_volatile_write##size(void* at) { record_access(at, size, true); }
 
 XS_ACCESSES(1)
 XS_ACCESSES(2)
 XS_ACCESSES(4)
 XS_ACCESSES(8)
 XS_ACCESSES(16)
-void __tsan_read_range(void* at, size_t size) { seen(at, size, false); }
-void __tsan_write_range(void* at, size_t size) { seen(at, size, true); }
+void __tsan_read_range(void* at, size_t size) { record_access(at, size, false); }
+void __tsan_write_range(void* at, size_t size) { record_access(at, size, true); }
 
 // The rest is irrelevant, but atomics must work: host code in the same file uses some.
 void __tsan_init() {}

@@ -17,7 +17,7 @@ namespace emulator {
 struct Bytes { int64_t read = 0, written = 0; };
 
 struct Traffic {
-  Bytes asked;      ///< all accesses of all threads, as compiled
+  Bytes requested;      ///< all accesses of all threads, as compiled
   /// 32 for each sector of 32 bytes that a block touches, however often: the traffic between L2 and
   /// a block that misses nothing twice.
   Bytes per_block;
@@ -28,11 +28,11 @@ struct Traffic {
 
 class TrafficCounter {
  public:
-  /// `own`: begin and end addresses of the emulator's memory.
-  void begin_launch(std::vector<std::pair<uintptr_t, uintptr_t>> own);
+  /// `own_ranges`: begin and end addresses of the emulator's memory.
+  void begin_launch(std::vector<std::pair<uintptr_t, uintptr_t>> own_ranges);
   void begin_block() { block_.clear(); }
   void access(uintptr_t at, size_t size, bool write);
-  const Traffic& found() const { return found_; }
+  const Traffic& found() const { return traffic_; }
 
  private:
   /// How a sector was accessed.
@@ -61,16 +61,16 @@ class TrafficCounter {
   Sectors block_, launch_;
   // Sorted [begin, end) ranges that are not global memory.
   std::vector<std::pair<uintptr_t, uintptr_t>> others_;
-  Traffic found_;
+  Traffic traffic_;
 };
 
 /// The counter for accesses of the calling thread, nullptr outside of kernels. The stack is the
 /// running fiber's, which is not global memory.
-struct Watch {
+struct TrafficWatch {
   TrafficCounter* counter = nullptr;
   uintptr_t stack_begin = 0, stack_end = 0;
 };
-extern thread_local Watch watch __attribute__((tls_model("initial-exec")));
+extern thread_local TrafficWatch traffic_watch __attribute__((tls_model("initial-exec")));
 
 /// Returns the static data of all loaded libraries and the stack of the calling thread.
 std::vector<std::pair<uintptr_t, uintptr_t>> memory_of_the_program();
