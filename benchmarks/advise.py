@@ -136,7 +136,7 @@ def main() -> None:
                 }, indent=2))
         return
     print_machine()
-    print(f"{words} words, {model_ms:.1f} ms a step beside the loss; exact loss before "
+    print(f"{words} words, {model_ms:.1f} ms per step besides the loss; exact loss before "
           f"{before:.3f}; rank correlation {agreement:.2f}\n")
     print_table(
         [{key: f"{value:.3g}" if isinstance(value, float) else value

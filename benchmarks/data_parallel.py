@@ -9,14 +9,14 @@ gradient reduced by DistributedDataParallel, and with Partial FC v2.
     # how the cost of a step grows with the number of classes
     python benchmarks/data_parallel.py --classes 1000000 10000000 --kinds split --width 64
 
-"split" uses exchange="auto" of shard_classes; "queries" and "rows" are its two exchanges. A step
-consists of an encoder with one layer, the sampled loss (512 classes shared by the batch), the
-backward pass with the exchange, and the optimizer: RowAdam, or fused Adam for a dense gradient.
-Partial FC trains on a tenth of its classes per step, without the margin and the normalisation of
-face recognition; its optimizer is fused Adam, or with _sgd the fused SGD with momentum of its
-authors. Ranks are processes with one thread on this machine, connected by gloo. All kinds and
-numbers of classes are interleaved, so their tables are in memory at once. Times are medians; ratios
-are medians of the ratios of each turn.
+"whole" is a replicated table. "split" uses exchange="auto" of shard_classes; "queries" and "rows"
+are its two exchanges. A step consists of an encoder with one layer, the sampled loss (512 classes
+shared by the batch), the backward pass with the exchange, and the optimizer: RowAdam, or fused Adam
+for a dense gradient. Partial FC trains on a tenth of its classes per step, without the margin and
+the normalisation of face recognition; its optimizer is fused Adam, or with _sgd the fused SGD with
+momentum of its authors. Ranks are processes with one thread on this machine, connected by gloo. All
+kinds and numbers of classes are interleaved, so their tables are in memory at once. Times are
+medians; ratios are medians of the ratios of each turn.
 """
 
 import argparse

@@ -78,7 +78,7 @@ def sampled(words: int, form: Optional[bool]) -> nn.Module:
 
 
 def bench_language_model(args) -> list[dict]:
-    """Step of the language model, over that of nn.Linear + nn.CrossEntropyLoss"""
+    """Step of the language model / nn.Linear + nn.CrossEntropyLoss"""
     figures = []
     for words in (9_572, 100_000):
         steps = {

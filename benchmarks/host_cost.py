@@ -83,12 +83,12 @@ def count_calls(step: Step) -> int:
 
 
 def bench_calls(args) -> list[dict]:
-    """Calls of operators in a step"""
+    """Operator calls per step"""
     return [{"figure": name, "value": count_calls(step)} for name, step in make_steps().items()]
 
 
 def bench_time(args) -> list[dict]:
-    """Time of a step, over that of Linear + CrossEntropyLoss + SGD"""
+    """Time of a step / Linear + CrossEntropyLoss + SGD"""
     steps = make_steps()
     medians = interleave(steps, args.repeats, warmup=20)
     rival = next(iter(medians.values()))
@@ -147,7 +147,7 @@ def count_launches(step: Step, device: str) -> int:
 
 
 def bench_launches(args) -> list[dict]:
-    """Launches of a step on CUDA"""
+    """Launches per step on CUDA"""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         if "XSOFTMAX_EMULATE_LIBRARY" not in os.environ:

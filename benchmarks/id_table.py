@@ -31,7 +31,7 @@ from timing import interleave
 SIDE = Path(__file__).parent / "id_table_side.py"
 CAPACITY, WIDTH, BATCH, STEPS = 1_000_000, 64, 4096, 100
 ROWS = ("insert into an empty table", "insert into a full table", "count ids that have a row",
-        "look up", "look up, 4,096 ids a call")
+        "look up", "look up, 4,096 ids per call")
 
 
 def run(python: str, side: str, args: argparse.Namespace, *options: str) -> dict:
@@ -65,11 +65,11 @@ def bench_table(args: argparse.Namespace) -> list[dict]:
                for row in found[0]}
         for name, found in runs.items()
     }
-    figures = [{"figure": f"{name}: {row}, ns an id", "value": median[name][row]} for row in ROWS
+    figures = [{"figure": f"{name}: {row}, ns per id", "value": median[name][row]} for row in ROWS
                for name in sides if row in median[name]]
     rivals = [name for name in sides if name.startswith("torchrec")]
     ratios = {
-        f"{row}, an id: {rival} / xsoftmax": median[rival][row] / median["xsoftmax"][row]
+        f"{row}, time per id: {rival} / xsoftmax": median[rival][row] / median["xsoftmax"][row]
         for row in ROWS
         for rival in rivals if row in median[rival]
     }

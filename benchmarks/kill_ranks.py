@@ -250,15 +250,16 @@ def main() -> None:
             for rank in range(args.ranks))
         found = {
             "ranks": args.ranks, "classes": args.classes, "steps": args.steps,
-            "killed in a step": killed.kills["step"], "killed in a save": killed.kills["save"],
-            "killed between": killed.missed, "starts": len(killed.starts),
-            "losses the same": losses, "state the same": same(calm.state(), killed.state())
+            "kills within a step": killed.kills["step"],
+            "kills within a save": killed.kills["save"], "kills between": killed.missed,
+            "starts": len(killed.starts), "losses equal": losses,
+            "state equal": same(calm.state(), killed.state())
         }
-    report(args, __doc__, question="What becomes of a run whose ranks are killed?",
-           against="the same run, which nobody disturbs",
+    report(args, __doc__, question="Is training the same after ranks are killed?",
+           against="the same run without kills",
            tables=[table([{"figure": name, "value": value}
                           for name, value in found.items()])], **found)
-    if not (losses and found["state the same"]
+    if not (losses and found["state equal"]
             and len(killed.starts) == 1 + len(plan) + killed.missed):
         raise SystemExit("kill_ranks: the run that was disturbed is not that which was not")
 

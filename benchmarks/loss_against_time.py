@@ -34,7 +34,7 @@ def main() -> None:
         axes = figure.subplots()
         for name, points in curves.items():
             axes.plot(*points, label=name, markersize=4)
-        axes.set(xlabel="seconds of training", ylabel="validation loss, nats a word")
+        axes.set(xlabel="seconds of training", ylabel="validation loss, nats per word")
         axes.legend(fontsize=9)
 
 

@@ -32,6 +32,7 @@ from torch import nn
 
 import xsoftmax as xs
 from records import run_benches
+from xsoftmax.tables.mapped_tables import as_linear
 
 D, QUERIES, DRAWS, TURN = 64, 700, 512, 50
 KILLED_CLASSES, STEPS_A_FLUSH = 20_000, 5
@@ -83,7 +84,7 @@ class Training:
 
 
 def bench_step(args) -> list[dict]:
-    """A step over a table in a file / over one in memory"""
+    """A step over a table in a file / in memory"""
     figures = []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path = os.path.join(folder, "classes.safetensors")
@@ -92,12 +93,12 @@ def bench_step(args) -> list[dict]:
         seconds, size = time.perf_counter() - start, os.path.getsize(path) / 1e9
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
         figures.append({
-            "figure": f"making {size:.1f} GB ({memory:.1f} GB of memory): GB/s",
+            "figure": f"creating {size:.1f} GB ({memory:.1f} GB of memory): GB/s",
             "value": size / seconds
         })
         small = nn.Parameter(torch.empty(args.classes // 10, D))
         with torch.no_grad():
-            xs.tables.as_linear(small)
+            as_linear(small)
         for any_order in (False, True):
             mapped, plain, order = Training(weight, any_order), Training(
                 small, any_order), "in any order" if any_order else "by falling frequency"
@@ -165,7 +166,7 @@ class Replay:
         torch.manual_seed(0)
         self.weight = nn.Parameter(torch.empty(KILLED_CLASSES, D))
         with torch.no_grad():
-            xs.tables.as_linear(self.weight)
+            as_linear(self.weight)
         self.loss, self.optimizer = killed_training(self.weight)
         self.done = 0
 
@@ -179,7 +180,7 @@ class Replay:
 def reopened(path: str) -> str:
     """Returns the state of the file. Raises an error if it claims to be complete but is not."""
     if not os.path.exists(path):
-        return "not begun"
+        return "not started"
     try:
         weight = xs.tables.open(path)
         state = [torch.tensor(0), None]
@@ -188,15 +189,15 @@ def reopened(path: str) -> str:
     except RuntimeError as error:
         if "is not whole" not in str(error):
             raise
-        return "told: not finished" if "creation" in str(error) else "told: written to"
+        return "not finished" if "creation" in str(error) else "being written to"
     expected, sums = Replay().to(int(state[0]))
     if not torch.equal(weight, expected) or (sums is not None and not torch.equal(state[1], sums)):
-        raise AssertionError(f"{path} says that it is whole, and is not")
-    return "whole: no step" if sums is None else "whole"
+        raise AssertionError(f"{path} claims to be complete, and is not")
+    return "complete, without a step" if sums is None else "complete"
 
 
 def bench_kill(args) -> list[dict]:
-    """Files of processes that were killed"""
+    """Files of killed processes"""
     found: dict[str, int] = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for number in range(args.kills):
@@ -211,8 +212,8 @@ def bench_kill(args) -> list[dict]:
             found[outcome] = found.get(outcome, 0) + 1
     text = ", ".join(f"{outcome}: {count}" for outcome, count in sorted(found.items()))
     return [{
-        "figure": f"kill -9, reopened: told or whole of {args.kills}", "value": sum(found.values()),
-        "medians": text
+        "figure": f"kill -9, reopened: complete, or reported as incomplete, of {args.kills}",
+        "value": sum(found.values()), "medians": text
     }]
 
 

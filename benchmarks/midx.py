@@ -122,7 +122,7 @@ def bench_step(args) -> list[dict]:
 
 
 def bench_structure(args) -> list[dict]:
-    """Beside the authors' layout"""
+    """Compared with the authors' layout"""
     steps, loss = Steps(), midx_loss(20)
     authors = AuthorsLayout(steps.naive.embedding.weight.detach(), loss.sampler)
 
@@ -147,7 +147,7 @@ def bench_scale(args) -> list[dict]:
         runs[f"N {classes:,}"] = lambda sampler=sampler, input=input: sampler.sample(input)
     medians = interleave(runs, args.repeats)
     return [
-        figure("sampling alone, 100 draws for 256 queries, K 64: N 10M / N 10k", medians,
+        figure("sampling alone, 100 samples for 256 queries, K 64: N 10M / N 10k", medians,
                "N 10,000,000", "N 10,000")
     ]
 
@@ -176,7 +176,7 @@ print(json.dumps({"seconds": sorted(times)[len(times) // 2],
 
 
 def bench_refresh(args) -> list[dict]:
-    """Making the index anew"""
+    """Rebuilding the index"""
     width, rows = 128, 20_000
     table = make_table(CLASSES, width)
     sampler = xs.samplers.MidxSampler(CLASSES, width, codewords=CODEWORDS, iterations=10)
@@ -223,6 +223,6 @@ def add_faiss(parser: argparse.ArgumentParser) -> None:
 
 if __name__ == "__main__":
     run_benches(
-        __doc__, BENCHES, question="What do draws by the model's own scores (MIDX) cost?",
-        against="PyTorch with uniform draws; the layout of MIDX's authors in PyTorch; the "
+        __doc__, BENCHES, question="What do samples by the scores of the model (MIDX) cost?",
+        against="PyTorch with uniform samples; the layout of MIDX's authors in PyTorch; the "
         "residual quantizer of faiss-cpu", extra=add_faiss)

@@ -126,7 +126,7 @@ class SampledPair:
 
 
 def bench_shared(args) -> list[dict]:
-    """512 draws that the batch shares"""
+    """512 samples shared by the batch"""
     samples = 512
     pair = SampledPair(700, 256, 1_000_000, samples, shared=True)
     figures = []
@@ -168,7 +168,8 @@ def bench_shared(args) -> list[dict]:
             figure(
                 f"512 shared, N 1M, D 256, {name}: whole step, RowAdam / naive with "
                 "SparseAdam", medians))
-        figures.append(figure("that step / its three products alone", medians, rival="products"))
+        figures.append(
+            figure("the same step / its three matrix products alone", medians, rival="products"))
     del naive, ours, pair, naive_optimizer, our_optimizer
     half = SampledPair(700, 256, 1_000_000, samples, shared=True, dtype=torch.bfloat16)
     medians = interleave({"naive": half.naive_step, "xsoftmax": half.our_step}, args.repeats)
@@ -178,7 +179,7 @@ def bench_shared(args) -> list[dict]:
 
 
 def bench_private(args) -> list[dict]:
-    """20 draws for each query"""
+    """20 samples per query"""
     pair = SampledPair(700, 256, 1_000_000, 20, shared=False)
     medians = interleave({"naive": pair.naive_step, "xsoftmax": pair.our_step}, args.repeats)
     return [figure("20 private, N 1M, D 256: forward + backward / naive", medians)]
@@ -226,7 +227,7 @@ def scale_figures(args, name: str, make, dtype: torch.dtype) -> list[dict]:
     return [
         figure(f"512 shared, D 64, whole step with {name}: N 10M / N 10k", medians, "N 10,000,000",
                "N 10,000"), {
-                   "figure": "the same at N 10M: peak MB beyond table and optimizer state",
+                   "figure": "the same at N 10M: peak MB in addition to table and optimizer state",
                    "value": peaks[0]
                }
     ]
@@ -269,15 +270,18 @@ def bench_exact(args) -> list[dict]:
                 ours()
             # The gradient of the table existed before and is recomputed. The logits are too large
             # for the allocator to keep between calls.
-            figures.append(
-                {"figure": "that shape: peak MB beyond gradients", "value": memory.bytes / MB})
+            figures.append({
+                "figure": "the same shape: peak MB in addition to gradients",
+                "value": memory.bytes / MB
+            })
             half = input.detach().bfloat16().requires_grad_()
             low_rival, low = exact_runs(half, make_table(classes, width).bfloat16(), target)
             medians = interleave({"float32": ours, "bfloat16": low, "naive bfloat16": low_rival},
                                  max(5, args.repeats // 4))
-            figures.append(figure("that shape: bfloat16 / float32", medians, "bfloat16", "float32"))
             figures.append(
-                figure("that shape: bfloat16 / F.linear + F.cross_entropy in bfloat16", medians,
+                figure("the same shape: bfloat16 / float32", medians, "bfloat16", "float32"))
+            figures.append(
+                figure("the same shape: bfloat16 / F.linear + F.cross_entropy in bfloat16", medians,
                        "bfloat16", "naive bfloat16"))
     return figures
 
@@ -288,6 +292,6 @@ BENCHES = {
 
 if __name__ == "__main__":
     run_benches(
-        __doc__, BENCHES, question="What does the output layer cost beside plain PyTorch?",
+        __doc__, BENCHES, question="What does the output layer cost, compared with plain PyTorch?",
         against="PyTorch: F.linear + F.cross_entropy; nn.Embedding(sparse=True), batched "
         "products and SparseAdam")

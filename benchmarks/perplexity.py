@@ -88,7 +88,7 @@ def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
         rows.append({
             "method": name, "learning rate": f"{lr:g}", "valid": f"{study.cost(run):.1f}",
             "test": f"{test:.1f}" if test else "unfinished",
-            "of exact": f"{test / exact:.3f}" if test and exact else ""
+            "test / exact": f"{test / exact:.3f}" if test and exact else ""
         }
                     | ({"step": f"{1000 * seconds[name]:.0f} ms"} if name in seconds else {}))
     return rows
@@ -112,7 +112,7 @@ def reach(study: Study, methods: dict[str, list[str]]) -> list[dict]:
             None)
         row = {
             "method": name, "valid": f"{study.cost(run):.1f}",
-            "of exact": f"{study.cost(run) / study.cost(runs['exact']):.3f}"
+            "valid / exact": f"{study.cost(run) / study.cost(runs['exact']):.3f}"
         }
         if name in seconds and "exact" in seconds:
             row["step"] = f"{1000 * seconds[name]:.0f} ms"
@@ -120,7 +120,7 @@ def reach(study: Study, methods: dict[str, list[str]]) -> list[dict]:
                 whole = runs["exact"]["steps"] * seconds["exact"]
                 row |= {
                     "minutes to reach": f"{steps * seconds[name] / 60:.1f}",
-                    "of the exact run": f"{steps * seconds[name] / whole:.3f}"
+                    "time / exact run": f"{steps * seconds[name] / whole:.3f}"
                 }
         rows.append(row)
     return rows
@@ -141,7 +141,7 @@ def main() -> None:
         rows = (reach if args.study == "reach" else table)(study, methods)
     study.show(rows, [
         "method", *map(str, args.sizes), "all", "learning rate", "step", "valid", "test",
-        "of exact", "minutes to reach", "of the exact run"
+        "test / exact", "valid / exact", "minutes to reach", "time / exact run"
     ])
 
 

@@ -44,7 +44,7 @@ def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
             | {figure: f"{value:.4f}"
                for figure, value in found.items()}
             | {
-                f"{figure} of full": f"{value / full[figure]:.3f}"
+                f"{figure} / full": f"{value / full[figure]:.3f}"
                 for figure, value in found.items() if full.get(figure)
             })
     return rows
@@ -64,7 +64,7 @@ def main() -> None:
         rows = table(study, chosen(parser, args, METHODS))
     study.show(rows, [
         "method", *map(str, args.sizes), "all", "learning rate", "best epoch", "step", "valid",
-        "of exact", *FIGURES, *(f"{figure} of full" for figure in FIGURES)
+        *FIGURES, *(f"{figure} / full" for figure in FIGURES)
     ])
 
 

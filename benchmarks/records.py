@@ -8,6 +8,7 @@ tables=..., ...)`. A record contains the fields of FIELDS and any other results 
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -92,8 +93,9 @@ def report(args: argparse.Namespace, doc: str, *, question: str, against: str, t
     """
     if args.json:
         busy = others()
+        # one line per paragraph and per item of a list
         about = "\n\n".join(
-            part.replace("\n", " ")
+            re.sub(r"\n(?!- ) *", " ", part)
             for part in doc.strip().split("\n\n") if not part.startswith("    "))
         about_machine = machine() | {"cores": os.cpu_count()
                                      } | ({"threads": threads} if threads else {})

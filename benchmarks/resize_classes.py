@@ -110,16 +110,16 @@ def bench_rows(args) -> list[dict]:
             rows = args.slow_rows if at_a_time == 1 and name in LAID_OUT else ROWS
             runs = sorted(microseconds_a_row(make, at_a_time, rows) for _ in range(args.repeats))
             figures.append({
-                "figure": f"{name}, {at_a_time:,} at a time: us a row",
+                "figure": f"{name}, {at_a_time:,} at a time: us per row",
                 "value": runs[len(runs) // 2]
             })
     median = interleave({"by hand": by_hand()}, 5 * args.repeats,
                         clock=time.process_time)["by hand"]
-    return [*figures, {"figure": "by hand, 1 at a time: us a row", "value": 1e6 * median}]
+    return [*figures, {"figure": "by hand, 1 at a time: us per row", "value": 1e6 * median}]
 
 
 def bench_stream(args) -> list[dict]:
-    """A class and a step by turns"""
+    """One new class before every step"""
     figures = []
     for name, make in SAMPLERS.items():
         loss, optimizer = stepped(make())
@@ -135,13 +135,13 @@ def bench_stream(args) -> list[dict]:
         turns(True), turns(False)  # the first new class reallocates the tables
         pairs = [(turns(True), turns(False)) for _ in range(4 * args.repeats)]
         figures += [{
-            "figure": f"{name}: us a class and a step",
+            "figure": f"{name}: us per step with a new class",
             "value": statistics.median(pair[0] for pair in pairs)
         }, {
-            "figure": f"{name}: us a step alone",
+            "figure": f"{name}: us per step without",
             "value": statistics.median(pair[1] for pair in pairs)
         }, {
-            "figure": f"{name}: us that the class adds",
+            "figure": f"{name}: us of the new class",
             "value": statistics.median(pair[0] - pair[1] for pair in pairs)
         }]
     return figures

@@ -3,13 +3,12 @@ items, and recall against time compared with faiss.
 
     python benchmarks/retrieval.py --out FOLDER [--items 1000000] [--steps 2000]
                                    [--gowalla train.txt | --random]
-                                   [--picture docs/experiments/retrieval.png]
                                    [--threads 1] [--json [FILE]]
 
-Requires faiss-cpu, and matplotlib for the picture. --out keeps the trained vectors
-(retrieval_data.py) and the faiss indices. --gowalla trains on recorded users instead: a file with
-one line per user, the user followed by its items. --random uses rows and queries in random
-directions, the worst case for a certificate; the only rival is then to score all items.
+Requires faiss-cpu. --out keeps the trained vectors (retrieval_data.py) and the faiss indices.
+--gowalla trains on recorded users instead: a file with one line per user, the user followed by its
+items. --random uses rows and queries in random directions, the worst case for a certificate; the
+only rival is then to score all items. recall_against_time.py plots a record.
 
 "Scoring all" is the fastest of loss.topk, a matrix product with torch.topk, and faiss IndexFlatIP.
 Figures are medians over --repeats of all settings in turn, for a batch of 256 queries and for
@@ -129,7 +128,7 @@ def figures(args, loss, results, queries):
         found.append({
             "figure": f"certified top-10 / scoring all, {mode}", "value": certified / brute,
             "medians": f"xsoftmax {1e6 * certified:.0f} us, {name} {1e6 * brute:.0f} us "
-            "a query"
+            "per query"
         })
         for share in (0.9, 0.95, 0.99):
             ours = min(
@@ -142,7 +141,7 @@ def figures(args, loss, results, queries):
                         "figure": f"recall {share}, {mode}: xsoftmax / {rival}",
                         "value": ours[0] / theirs[0],
                         "medians": f"{ours[1]} {1e6 * ours[0]:.0f} us, {theirs[1]} "
-                        f"{1e6 * theirs[0]:.0f} us a query"
+                        f"{1e6 * theirs[0]:.0f} us per query"
                     })
     held_out = queries[BATCH:BATCH + 2048]
     want = loss.search(held_out, K).ids
@@ -150,51 +149,17 @@ def figures(args, loss, results, queries):
     for share in (0.9, 0.95, 0.99):
         search = loss.search(held_out, K, recall=share)
         found.append({
-            "figure": f"recall of other queries where {share} is asked for",
+            "figure": f"recall of other queries with recall={share}",
             "value": recall(search.ids, want),
             "medians": f"{search.cells_read.double().mean():.1f} of {index.num_cells} "
             "cells"
         })
     exact = loss.search(held_out, K)
     found.append({
-        "figure": "cells read where certified, mean",
+        "figure": "mean number of cells read by a certified search",
         "value": exact.cells_read.double().mean().item()
     })
     return found
-
-
-def draw(results, title, path):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    colors = {
-        "xsoftmax": "tab:blue", "faiss IndexIVFFlat": "tab:orange",
-        "faiss IndexHNSWFlat": "tab:green"
-    }
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    for axis, mode, heading in zip(axes, ("single", "batch"),
-                                   ("queries one at a time", f"a batch of {BATCH} queries")):
-        for family, color in colors.items():
-            points = sorted((one["recall"], 1e6 * one[mode])
-                            for one in results.values() if one["family"] == family)
-            axis.plot([p[1] for p in points], [p[0] for p in points], marker="o", markersize=4,
-                      color=color, label=family)
-        axis.plot([1e6 * results["xsoftmax, certified"][mode]], [1.0], marker="*", markersize=14,
-                  linestyle="", color="tab:blue", label="xsoftmax, certified")
-        brute, name = least(results, "all", 1.0, mode)
-        axis.plot([1e6 * brute], [1.0], marker="s", markersize=7, linestyle="", color="black",
-                  label=f"all classes ({name})")
-        axis.set_xscale("log")
-        axis.set_xlabel("microseconds a query")
-        axis.set_title(heading)
-        axis.grid(alpha=0.3, which="both")
-        axis.legend(loc="lower right", fontsize=8)
-    axes[0].set_ylabel("recall@10")
-    axes[0].set_ylim(0.5, 1.01)
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -208,7 +173,6 @@ def main() -> None:
                         "queries")
     parser.add_argument("--neighbors", type=int, default=32, help="option of IndexHNSWFlat")
     parser.add_argument("--ef-construction", type=int, default=200, help="option of IndexHNSWFlat")
-    parser.add_argument("--picture", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     add_json(parser)
@@ -235,17 +199,12 @@ def main() -> None:
     size = sum(part.numel() * part.element_size() for part in index.tensors)
     found = figures(args, loss, results, queries)
     found += [{"figure": "index: memory / that of the table", "value": size / (4 * weight.numel())},
-              {"figure": "index: seconds to make", "value": built}]
-    if args.picture:
-        threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
-        draw(
-            results, f"The best {K} of {len(weight):,} {'random' if args.random else 'trained'} "
-            f"items of width {weight.shape[1]}, {threads}", args.picture)
+              {"figure": "index: seconds to build", "value": built}]
     rows = [{
         "search": name, "recall@10": f"{one['recall']:.4f}",
         "single": f"{1e6 * one['single']:.0f} us", "batch": f"{1e6 * one['batch']:.1f} us"
     } for name, one in results.items()]
-    report(args, __doc__, question="How fast are the best classes of many found?",
+    report(args, __doc__, question="How fast is a search for the best classes?",
            against=f"faiss-cpu {faiss.__version__}; scoring all classes",
            tables=[table(rows), figures_table(found)], results=results, figures=found)
 

@@ -135,15 +135,16 @@ def memory(args: argparse.Namespace) -> list[dict]:
 
 
 def tables_of(steps: list[dict], tables: list[dict], args: argparse.Namespace) -> list[dict]:
-    title = (f"{args.queries} queries a rank, width {args.width}, float32; {args.shared:,} draws "
-             f"that all queries share, or {args.private} of each; "
-             f"{1e6 * args.latency:.3g} us a message. A step with full overlap to one with none:")
+    title = (f"{args.queries} queries per rank, width {args.width}, float32; {args.shared:,} "
+             f"samples shared by all queries, or {args.private} per query; "
+             f"{1e6 * args.latency:.3g} us per message. Times: computation and communication "
+             "overlap fully, to not at all")
 
     def times(step: dict, exchange: str) -> str:
         return " to ".join(f"{1e3 * seconds:.1f}" for seconds in step["step_seconds"][exchange])
 
     texts = [{
-        "draws": step["draws"], "ranks": f"{step['ranks']:,}",
+        "samples": step["draws"], "ranks": f"{step['ranks']:,}",
         "link, Gb/s": f"{step['gigabits']:g}", **{
             f"{exchange} compute, ms": f"{1e3 * step['compute_seconds'][exchange]:.1f}"
             for exchange in EXCHANGES
@@ -151,7 +152,7 @@ def tables_of(steps: list[dict], tables: list[dict], args: argparse.Namespace) -
             f"{exchange}, MB": f"{step['received_bytes'][exchange] / 1e6:.2f}"
             for exchange in EXCHANGES
         }, **{f"{exchange}, ms": times(step, exchange)
-              for exchange in EXCHANGES}, "wins": step["wins"]
+              for exchange in EXCHANGES}, "faster": step["wins"]
     } for step in steps]
     rows: dict[int, dict] = {}
     for one in tables:
@@ -159,7 +160,7 @@ def tables_of(steps: list[dict], tables: list[dict], args: argparse.Namespace) -
             one["classes"],
             {"classes": f"{one['classes']:,}"})[f"{one['ranks']:,} "
                                                 "ranks"] = f"{one['bytes'] / 1e9:.2f} GB"
-    return [table(texts, title), table(list(rows.values()), "Table and RowAdam state of a rank:")]
+    return [table(texts, title), table(list(rows.values()), "Table and RowAdam state per rank")]
 
 
 def main() -> None:
@@ -194,8 +195,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     steps, tables = simulate(args), memory(args)
-    report(args, __doc__, question="Which exchange of a split table pays, on how many ranks?",
-           against="the two exchanges, one with the other, computed",
+    report(args, __doc__, question="Which exchange of a split table is faster, on how many ranks?",
+           against="each exchange with the other, in a simulation",
            tables=tables_of(steps, tables, args),
            arguments={name: value
                       for name, value in vars(args).items()

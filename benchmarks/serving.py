@@ -143,7 +143,7 @@ def main() -> None:
     import onnxruntime
 
     report(
-        args, __doc__, question="What does an answer cost, by each way of serving a model?",
+        args, __doc__, question="What does a query cost, by each way of serving a model?",
         against=f"nn.Linear and torch.topk of torch {torch.__version__}; onnxruntime "
         f"{onnxruntime.__version__}", tables=[
             table(rows, f"{args.classes:,} classes, width {args.width}, threads: "

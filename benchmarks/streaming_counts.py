@@ -45,7 +45,7 @@ def bench_cost(args) -> list[dict]:
 
 
 def bench_collisions(args) -> list[dict]:
-    """What ids that share a bucket do to each other"""
+    """Errors of ids that share a bucket"""
     figures = []
     for number in (100_000, 1_000_000, IDS):
         distribution = 1 / torch.arange(1, number + 1, dtype=torch.float64)
@@ -62,11 +62,11 @@ def bench_collisions(args) -> list[dict]:
             excess = (counts.log_prob(names[:LOOKED_AT]) -
                       exact.log_prob(torch.arange(LOOKED_AT))).exp() - 1
             figures += [{
-                "figure": f"{number:,} ids, hashes={hashes}: largest excess of q",
+                "figure": f"{number:,} ids, hashes={hashes}: largest relative error of q",
                 "value": excess.max().item()
             }, {
                 "figure": f"{number:,} ids, hashes={hashes}: ids of 1,000 more than 5 % "
-                "above", "value": (excess > 0.05).sum().item()
+                "too high", "value": (excess > 0.05).sum().item()
             }]
     return figures
 

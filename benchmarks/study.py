@@ -213,8 +213,8 @@ class Study:
     def show(self, rows: list[dict], columns: list[str]) -> None:
         """Reports the rows, without columns that no row has."""
         report(
-            self.args, self.args.about, question="How near does an estimate come to the exact "
-            "loss?", against="the exact loss", threads=self.args.threads, tables=[
+            self.args, self.args.about, question="How close do sampled losses come to the "
+            "exact loss?", against="the exact loss", threads=self.args.threads, tables=[
                 table(rows,
                       columns=[column for column in columns if any(column in row for row in rows)])
             ], rows=rows)
@@ -242,7 +242,7 @@ def plot(ratio: dict[str, float], seconds: dict[str, float], args: argparse.Name
             axis.set_major_formatter(FuncFormatter("{:g}".format))
             axis.set_minor_formatter(FuncFormatter("{:g}".format))
         axes.tick_params(which="both", labelsize="small")
-        axes.set_xlabel("time of a training step, ms" if seconds else "classes scored a query")
+        axes.set_xlabel("time of a training step, ms" if seconds else "classes scored per query")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3, which="both")
         if axes.get_legend_handles_labels()[0]:

@@ -54,8 +54,8 @@ def bench_step(args) -> list[dict]:
         medians[name] += interleave({name: loss.balance}, 3, warmup=1)[name] / loss.balance_every
     return [
         figure(
-            "beam tree, 5 candidates + 5 noises, N 1M, D 256, with optimizer / NCE, 10 "
-            "private noises", medians, "beam tree", "NCE"),
+            "beam tree, 5 candidates + 5 noise samples, N 1M, D 256, with optimizer / NCE, 10 "
+            "private noise samples", medians, "beam tree", "NCE"),
         figure("the same, N 1M / N 10,000", medians, "beam tree", "beam tree, 10,000 classes")
     ]
 
@@ -102,7 +102,7 @@ def bench_cane(args) -> list[dict]:
     ours = xs.CaneLoss(WIDTH, CLASSES, candidates=torch.randperm(CLASSES)[:60], num_noises=1)
     medians = interleave({"CANE": step(ours, False), "naive": rival}, args.repeats)
     return [
-        figure("CANE, 60 shared candidates + 1 noise, N 1M, D 256 / naive uniform shared 61",
+        figure("CANE, 60 shared candidates + 1 noise sample, N 1M, D 256 / naive uniform shared 61",
                medians, "CANE")
     ]
 
@@ -156,5 +156,5 @@ if __name__ == "__main__":
     run_benches(
         __doc__, BENCHES, question="What do trees of classes cost, in training and in "
         "prediction?",
-        against="NCE with 10 noises in this library; a matrix product and topk in PyTorch; "
+        against="NCE with 10 noise samples in this library; a matrix product and topk in PyTorch; "
         "the exact loss; sampled softmax in PyTorch")

@@ -32,18 +32,20 @@ def part_draws(bench: Bench) -> None:
     def private(sampler: type, classes: object) -> samplers.Sampler:
         return sampler(classes, bench.private, shared=False)
 
-    measure("20 private uniform draws, Q 8,192", private(samplers.UniformSampler, many))
-    measure("20 private log-uniform draws, Q 8,192", private(samplers.LogUniformSampler, many),
+    measure("20 private uniform samples, Q 8,192", private(samplers.UniformSampler, many))
+    measure("20 private log-uniform samples, Q 8,192", private(samplers.LogUniformSampler, many),
             "50")
-    measure("512 distinct uniform draws", samplers.UniformSampler(many, bench.shared), "40")
+    measure("512 uniform samples without replacement", samplers.UniformSampler(many, bench.shared),
+            "40")
     ones = torch.ones(min(many, 1 << 24), device=bench.device)
-    figure = "torch.multinomial: 512 distinct draws of 16M, the most it takes"
+    figure = "torch.multinomial: 512 samples without replacement of 16M, its maximum"
     for value in bench.kernels({figure: lambda: torch.multinomial(ones, bench.shared)}).values():
         bench.row(figure, 1e6 * value, "us")
     del ones
     zipf = 1 / torch.arange(1, many + 1, dtype=torch.float64)
-    measure("512 distinct Zipf draws", samplers.UnigramSampler(zipf, bench.shared), "60")
-    measure("20 private Zipf draws, Q 8,192", private(samplers.UnigramSampler, zipf), "50")
+    measure("512 Zipf samples without replacement", samplers.UnigramSampler(zipf, bench.shared),
+            "60")
+    measure("20 private Zipf samples, Q 8,192", private(samplers.UnigramSampler, zipf), "50")
 
 
 def midx_loss(bench: Bench, num_samples: int) -> xs.SampledSoftmaxLoss:
@@ -57,7 +59,7 @@ def midx_loss(bench: Bench, num_samples: int) -> xs.SampledSoftmaxLoss:
 def part_midx(bench: Bench) -> None:
     input, target = bench.batch()
     loss, queries = midx_loss(bench, bench.midx), input.detach()
-    report_draws(bench, "MIDX, 64 private of 1M, D 256, Q 8,192: draw",
+    report_draws(bench, "MIDX, 64 private samples of 1M, D 256, Q 8,192: sampling",
                  lambda: loss.sampler.sample(queries, target), "200", "the host may take longer")
     sampler = xs.samplers.MidxSampler(bench.classes, bench.index_width, bench.midx,
                                       codewords=bench.codewords).to(bench.device)
@@ -74,7 +76,7 @@ def part_midx_step(bench: Bench) -> None:
         "MIDX": training_step(lambda: loss(input, target), input, loss.parameters()),
         "exact": training_step(lambda: exact(input, target), input, exact.parameters())
     }
-    title = "64 private of MIDX, N 1M, D 256, Q 8,192"
+    title = "64 private MIDX samples, N 1M, D 256, Q 8,192"
     seconds = bench.steps(runs, min(bench.repeats, 5))
     bench.ratio(f"{title}: forward + backward / exact loss", seconds, "MIDX", "exact", "0.02")
     bench.launches(title, runs, {name: seconds[name] for name in ("MIDX",) if name in seconds})

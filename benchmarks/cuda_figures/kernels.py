@@ -32,8 +32,9 @@ def part_gathers(bench: Bench) -> None:
         least = (pairs + bench.queries) * row  # bytes of rows; ids and scores are added below
         cases = {
             "gather-dot, 20 private": (forward, 12, "70"),
-            "its backward, input": (backward(True, False, False), 12, "70"),
-            "its backward, rows, with the sort of ids": (backward(False, True, False), 20, "55")
+            "its backward pass, input": (backward(True, False, False), 12, "70"),
+            "its backward pass, rows, including the sort of ids": (backward(False, True,
+                                                                            False), 20, "55")
         }
         seconds = bench.kernels({name: run for name, (run, _, _) in cases.items()})
         for name, value in seconds.items():
@@ -73,8 +74,8 @@ def part_optimizers(bench: Bench) -> None:
             {name: stepping(make, options, gradient)
              for name, (make, options, _) in made.items()})
 
-    bench.ratio("RowAdam / SparseAdam, gradient as backward leaves it", times(grad), "RowAdam",
-                "SparseAdam", "0.33")
+    bench.ratio("RowAdam / SparseAdam, gradient as the backward pass returns it", times(grad),
+                "RowAdam", "SparseAdam", "0.33")
     alone = times(grouped)
     bench.ratio("RowAdam / SparseAdam, gradient coalesced", alone, "RowAdam", "SparseAdam")
     for name, value in alone.items():

@@ -221,7 +221,7 @@ def part_language_model(bench: Bench) -> None:
             continue
         last = points[-1]
         step = last["seconds"] / last["steps"]
-        detail = f"{last['steps']} steps, {1e3 * step:.4g} ms a step, {text.words:,} words"
+        detail = f"{last['steps']} steps, {1e3 * step:.4g} ms per step, {text.words:,} words"
         bench.row(f"GPT, {name}: validation loss after {seconds:.0f} s", last["loss"], "nats", None,
                   detail, curve=points)
         del trainer

@@ -152,7 +152,7 @@ def measure(bench: Bench, case: Case, more: Optional[Runs] = None) -> Dict[str, 
                        {OURS: case.launches} if case.launches else None)
         if bench.cuda:
             report_graphs(bench, case, seconds)
-        bench.memory(f"{title}: memory of a step beside table and state", runs,
+        bench.memory(f"{title}: memory of a step in addition to table and state", runs,
                      [name for name in (OURS, NAIVE) if name in seconds])
     return seconds
 

@@ -27,7 +27,7 @@ def part_trees(bench: Bench) -> None:
         "NCE-10": step(nce, target, xs.optim.RowAdam)
     }
     seconds = bench.steps(runs)
-    title = "beam tree, 5 candidates + 5 noises, N 1M, Q 256"
+    title = "beam tree, 5 candidates + 5 noise samples, N 1M, Q 256"
     bench.ratio(f"{title}: step / NCE-10", seconds, "beam tree", "NCE-10", "3")
     bench.launches(title, runs, seconds)
     table = bench.table(bench.classes, bench.width)

@@ -58,10 +58,16 @@ def read(path: Path) -> dict:
     return record
 
 
+def alignment(cells: list[str]) -> str:
+    """Returns the alignment of a column: right for numbers, left for texts, which may wrap."""
+    return "---:" if all(re.match(r"[-+]?\d", cell) for cell in filter(None, cells)) else "---"
+
+
 def table(one: dict) -> str:
-    lines = [one["columns"], ["---"] + ["---:"] * (len(one["columns"]) - 1), *one["rows"]]
+    columns = list(zip(*one["rows"]))[1:] or [()] * (len(one["columns"]) - 1)
+    lines = [one["columns"], ["---", *map(alignment, columns)], *one["rows"]]
     text = "\n".join("| " + " | ".join(line if number == 1 else map(pages.cell, line)) + " |"
-                     for number, line in enumerate(lines))
+                     for number, line in enumerate(lines)).replace(" +- ", " ± ")
     return (f"**{one['title'].rstrip(':')}**\n\n" if one["title"] else "") + text + "\n"
 
 
@@ -134,7 +140,7 @@ def shown(record: dict, columns: list[str] | None = None, tables: list[int] | No
     parts = []
     if not bare:
         machine = record["machine"]
-        busy = " Other programs ran beside." if record["loaded"] else ""
+        busy = " Other programs were running." if record["loaded"] else ""
         parts.append(commands(record))
         parts.append(f"*Recorded {record['date']}, at commit {record['commit']}. Machine: "
                      f"{machine_name(record)}, "
@@ -153,7 +159,8 @@ def shown(record: dict, columns: list[str] | None = None, tables: list[int] | No
 def generate(app=None, folder: Path = DOCS / "benchmarks") -> list[Path]:
     """Writes the pages, and removes pages without a record."""
     found: dict[str, list[Path]] = {}
-    for path in sorted(folder.glob("*.json")):
+    # NAME.json comes before NAME.PART.json
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         found.setdefault(path.name.split(".")[0], []).append(path)
     written = []
     for name, paths in found.items():

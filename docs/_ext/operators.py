@@ -103,8 +103,9 @@ def generate(app=None) -> None:
                 for name in by_stem[stem] for schema in found[name]
             ]
             if contract(stem):
-                parts.append(f":::{{dropdown}} Contract, from "
-                             f"`csrc/{stem}.h`\n```text\n{contract(stem)}\n```\n:::\n")
+                parts.append(
+                    f":::{{dropdown}} Contract, from `csrc/{stem}.h`\n```{{code-block}} text\n"
+                    f":class: command\n\n{contract(stem)}\n```\n:::\n")
     pages.write(DOCS / "reference/operators.md", "\n".join(parts))
 
 

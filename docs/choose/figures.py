@@ -1,8 +1,11 @@
 """Draws the figures of docs/choose, one per page, from measured data.
 
-    python docs/choose/figures.py --measure      # measures all, about ten minutes on a quiet
-    machine python docs/choose/figures.py --measure loss # measures one python
-    docs/choose/figures.py                # draws them again from the JSON files
+    # measures all, about ten minutes on a quiet machine
+    python docs/choose/figures.py --measure
+    # measures one
+    python docs/choose/figures.py --measure loss
+    # draws them again from the JSON files
+    python docs/choose/figures.py
 """
 
 import argparse
@@ -15,6 +18,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
+from matplotlib.ticker import StrMethodFormatter
 from torch import nn
 
 import xsoftmax as xs
@@ -206,13 +210,15 @@ def measure_precision() -> dict:
 def lines(axes, rows: list, names: list, label: str) -> None:
     for name in names:
         axes.plot([row["classes"] for row in rows], [row[name] for row in rows], label=name)
-    axes.set(xscale="log", yscale="log", xlabel="classes", ylabel=label)
+    axes.set(xscale="log", yscale="log", xlabel="number of classes", ylabel=label)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.legend()
 
 
 def draw_loss(data: dict, figure) -> None:
     lines(figure.subplots(), data["rows"], [name for name in data["rows"][0] if name != "classes"],
-          f"ms a step of {QUERIES} queries")
+          "ms per training step")
 
 
 def draw_sampler(data: dict, figure) -> None:
@@ -222,7 +228,8 @@ def draw_sampler(data: dict, figure) -> None:
         axes.plot([row["error"] for row in part], [row["trained"] for row in part],
                   linestyle="none", label=name if name != "head" else "with a head")
     axes.axhline(data["before"], color="#808080", linestyle="--", linewidth=1, marker="")
-    axes.set(xlabel="error that xs.advise says", ylabel=f"exact loss after {data['seconds']:g} s "
+    axes.set(xlabel="error according to xs.advise",
+             ylabel=f"exact loss after {data['seconds']:g} s "
              "of training")
     axes.legend()
 
@@ -230,13 +237,15 @@ def draw_sampler(data: dict, figure) -> None:
 def draw_draws(data: dict, figure) -> None:
     axes = figure.subplots()
     for name, label in (("uniform", "uniform"), ("unigram", "unigram"),
-                        ("head", "half of them a head of frequent words")):
+                        ("head", "head and unigram, half each")):
         part = sorted((row for row in data["rows"] if row["loss"].startswith(name)),
                       key=lambda row: int(row["loss"].split()[-1]))
         scored = [int(row["loss"].split()[-1]) * (2 if name == "head" else 1) for row in part]
         axes.plot(scored, [(row["bias"]**2 + row["noise"]**2)**0.5 for row in part], label=label)
-    axes.set(xscale="log", yscale="log", xlabel="classes scored in a step",
+    axes.set(xscale="log", yscale="log", xlabel="classes scored per step",
              ylabel="distance from the exact gradient")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.legend()
 
 
@@ -246,7 +255,7 @@ def draw_estimator(data: dict, figure) -> None:
     for shift, draws in ((0.2, 20), (-0.2, 100)):
         part = {row["estimator"]: row["exact loss"] for row in rows if row["draws"] == draws}
         axes.barh([place + shift for place in range(len(names))], [part[name] for name in names],
-                  height=0.36, label=f"{draws} draws a query")
+                  height=0.36, label=f"{draws} samples per query")
     axes.axvline(data["before"], color="#808080", linestyle="--", linewidth=1, marker="")
     axes.set(yticks=range(len(names)), yticklabels=names, xlabel="exact loss after 200 steps "
              "(dashed: before)")
@@ -258,15 +267,14 @@ def draw_estimator(data: dict, figure) -> None:
 
 def draw_trees(data: dict, figure) -> None:
     for axes, what, label in zip(figure.subplots(1, 2), ("step", "topk"),
-                                 ("ms a step", "ms for the best five")):
+                                 ("ms per training step", "ms for the best five classes")):
         rows = [{"classes": row["classes"], **row[what]} for row in data["rows"]]
-        lines(axes, rows, ["BeamTreeLoss", "SampledSoftmaxLoss"], f"{label}, {QUERIES} queries")
+        lines(axes, rows, ["BeamTreeLoss", "SampledSoftmaxLoss"], label)
 
 
 def draw_optimizer(data: dict, figure) -> None:
     lines(figure.subplots(), data["rows"],
-          ["torch.optim.Adam", "torch.optim.SparseAdam", "RowAdam"],
-          f"ms a step of {QUERIES} queries")
+          ["torch.optim.Adam", "torch.optim.SparseAdam", "RowAdam"], "ms per training step")
 
 
 def draw_precision(data: dict, figure) -> None:
@@ -274,8 +282,8 @@ def draw_precision(data: dict, figure) -> None:
     labels = [f"{row['optimizer']}, {row['dtype']}" for row in rows]
     axes.barh(labels, [row["table"] for row in rows], label="table")
     axes.barh(labels, [row["state"] for row in rows], left=[row["table"] for row in rows],
-              label="optimizer's state")
-    axes.set(xlabel=f"bytes a class of width {data['width']}")
+              label="optimizer state")
+    axes.set(xlabel=f"bytes per class of width {data['width']}")
     axes.invert_yaxis()
     axes.legend()
 

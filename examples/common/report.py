@@ -41,7 +41,7 @@ def cost(run: dict) -> dict[str, str]:
         "loss": run["loss"],
         "epochs": f"{run['epochs']:.3g}",
         "training time": f"{seconds / 60:.2f} min",
-        "time a step": f"{1000 * seconds / steps:.1f} ms",
+        "time per step": f"{1000 * seconds / steps:.1f} ms",
     }
 
 

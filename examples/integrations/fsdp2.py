@@ -1,5 +1,5 @@
-"""Combines an FSDP2 encoder with a replicated class table: torchrun --nproc-per-node 2
-examples/integrations/fsdp2.py"""
+"""Combines an FSDP2 encoder with a replicated class table:
+torchrun --nproc-per-node 2 examples/integrations/fsdp2.py"""
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,11 @@ import xsoftmax as xs
 class Words(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.encoder = torch.nn.Sequential(torch.nn.Embedding(5000, 64), torch.nn.Linear(64, 64),
-                                           torch.nn.Tanh())
-        self.head = xs.SampledSoftmaxLoss(64, 5000, bias=True, sampler="log_uniform",
+        self.encoder = torch.nn.Sequential(
+            torch.nn.Embedding(5000, 64), torch.nn.Linear(64, 64),
+            torch.nn.Tanh())
+        self.head = xs.SampledSoftmaxLoss(64, 5000, bias=True,
+                                          sampler="log_uniform",
                                           num_samples=512)
 
     def forward(self, ids, target):
@@ -25,7 +27,8 @@ torch.manual_seed(0)
 model = Words()
 fully_shard(xs.distributed.replicate(model, mesh), mesh=mesh,
             ignored_params=set(model.head.parameters()))
-optimizer = xs.optim.RowAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
+optimizer = xs.optim.RowAdam(model.parameters(), lr=1e-3,
+                             weight_decay=0.01)
 
 torch.manual_seed(1 + dist.get_rank())
 losses = []

@@ -10,7 +10,8 @@ class Words(lightning.LightningModule):
         super().__init__()
         self.losses = []
         self.encoder = torch.nn.Embedding(5000, 64)
-        self.loss = xs.SampledSoftmaxLoss(64, 5000, bias=True, sampler="log_uniform",
+        self.loss = xs.SampledSoftmaxLoss(64, 5000, bias=True,
+                                          sampler="log_uniform",
                                           num_samples=512)
 
     def training_step(self, batch, index):
@@ -20,14 +21,18 @@ class Words(lightning.LightningModule):
         return value
 
     def configure_optimizers(self):
-        return xs.optim.RowAdam(self.parameters(), lr=1e-3, weight_decay=0.01)
+        return xs.optim.RowAdam(self.parameters(), lr=1e-3,
+                                weight_decay=0.01)
 
 
 torch.manual_seed(0)
 model = Words()
-data = torch.utils.data.TensorDataset(torch.randint(5000, (160,)), torch.randint(5000, (160,)))
-options = dict(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
-trainer = lightning.Trainer(**options, gradient_clip_val=1.0,
-                            callbacks=[xs.integrations.lightning.RowGradients()])
+data = torch.utils.data.TensorDataset(torch.randint(5000, (160,)),
+                                      torch.randint(5000, (160,)))
+options = dict(max_epochs=1, accelerator="cpu", logger=False,
+               enable_checkpointing=False)
+trainer = lightning.Trainer(
+    **options, gradient_clip_val=1.0,
+    callbacks=[xs.integrations.lightning.RowGradients()])
 trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=32))
 losses = model.losses

@@ -1,4 +1,5 @@
-"""Trains LoRA adapters in the body of a model, and its head with a sampled softmax."""
+"""Trains LoRA adapters in the body of a model, and its head with a
+sampled softmax."""
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -6,13 +7,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import xsoftmax as xs
 
 torch.manual_seed(0)
-config = LlamaConfig(vocab_size=5000, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+config = LlamaConfig(vocab_size=5000, hidden_size=64,
+                     intermediate_size=128, num_hidden_layers=2,
                      num_attention_heads=2, num_key_value_heads=2)
-model = get_peft_model(LlamaForCausalLM(config),
-                       LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]))
-loss = xs.integrations.transformers.replace_head(model, xs.SampledSoftmaxLoss,
-                                                 sampler="log_uniform", num_samples=512)
-trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+model = get_peft_model(
+    LlamaForCausalLM(config),
+    LoraConfig(target_modules=["q_proj", "v_proj"],
+               modules_to_save=["lm_head"]))
+loss = xs.integrations.transformers.replace_head(
+    model, xs.SampledSoftmaxLoss, sampler="log_uniform",
+    num_samples=512)
+trained = [
+    parameter
+    for parameter in model.parameters() if parameter.requires_grad
+]
 optimizer = xs.optim.RowAdam(trained, lr=1e-3, weight_decay=0.01)
 
 losses = []

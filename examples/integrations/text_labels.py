@@ -1,4 +1,5 @@
-"""Labels texts with a tree of linear classifiers in a scikit-learn pipeline."""
+"""Labels texts with a tree of linear classifiers in a scikit-learn
+pipeline."""
 
 import numpy as np
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -7,8 +8,8 @@ from sklearn.preprocessing import MultiLabelBinarizer
 from xsoftmax.sklearn import XRLinearClassifier
 
 subjects = {
-    "birds": "wing feather nest", "ships": "harbour mast sail", "stars": "orbit telescope light",
-    "bread": "oven flour crust"
+    "birds": "wing feather nest", "ships": "harbour mast sail",
+    "stars": "orbit telescope light", "bread": "oven flour crust"
 }
 random = np.random.default_rng(0)
 labels = [
@@ -16,7 +17,9 @@ labels = [
     for count in random.integers(1, 3, 200)
 ]
 texts = [
-    " ".join(random.permutation(" ".join(subjects[name] for name in names).split()))
+    " ".join(
+        random.permutation(" ".join(subjects[name]
+                                    for name in names).split()))
     for names in labels
 ]
 binarizer = MultiLabelBinarizer(sparse_output=True)

@@ -240,7 +240,7 @@ def follow(name: str, rows: list[list[int]], args: argparse.Namespace, seed: int
             optimizer.step()
     quarters = [torch.cat(recalls[len(parts) * i // 4:len(parts) * (i + 1) // 4]) for i in range(4)]
     return {
-        "rows of": name, "seed": seed, "rows": table.capacity,
+        "table": name, "seed": seed, "rows": table.capacity,
         "Recall@10": float(torch.cat(recalls).mean()),
         **{f"quarter {i + 1}": float(part.mean())
            for i, part in enumerate(quarters)}
@@ -262,9 +262,9 @@ def new_items(stream: Stream) -> list[int]:
 def table_of(runs: list[dict]) -> str:
     """Formats one line per table: means over seeds, with standard errors if there are several."""
     rows = []
-    for name in dict.fromkeys(run["rows of"] for run in runs):
-        mine = [run for run in runs if run["rows of"] == name]
-        row = {"rows of": name, "rows": f"{mine[0]['rows']:,}"}
+    for name in dict.fromkeys(run["table"] for run in runs):
+        mine = [run for run in runs if run["table"] == name]
+        row = {"table": name, "rows": f"{mine[0]['rows']:,}"}
         rows.append(
             row | {
                 figure: mean_and_error([run[figure] for run in mine])

@@ -139,9 +139,13 @@ class XRLinear : public torch::CustomClassHolder {
 
 /// Examples as sparse rows, with the labels of each.
 struct Examples {
-  at::Tensor offsets, features, values; ///< int64 [n + 1], int32, float32
-  at::Tensor label_offsets, labels;     ///< int64 [n + 1], int32
-  int64_t num_features, num_labels;
+  at::Tensor offsets; ///< int64 [n + 1]: the entries of example i are offsets[i] to offsets[i + 1]
+  at::Tensor features; ///< int32: the feature of each entry, in ascending order within an example
+  at::Tensor values; ///< float32: the value of each entry
+  at::Tensor label_offsets; ///< int64 [n + 1]: the same for labels
+  at::Tensor labels; ///< int32: the labels of each example
+  int64_t num_features; ///< number of features, from the header of the file
+  int64_t num_labels; ///< number of labels, from the header of the file
 };
 
 /// Reads examples from a text file in the format of the extreme classification repository. The file

@@ -1,7 +1,8 @@
 """Writes a program that runs every C++ block of the documentation: `documented.py OUTPUT`.
 
 A block with `int main` becomes a function in a namespace; any other block becomes the body of one.
-Blocks of a page do not share names. Tutorials are notebooks and have their own tests.
+A program with arguments is called without any. Blocks of a page do not share names. Tutorials are
+notebooks and have their own tests.
 """
 
 import re
@@ -21,9 +22,11 @@ def main() -> None:
             name = re.sub(r"\W", "_", f"{path.relative_to(DOCS).with_suffix('')}_{number}")
             includes += re.findall(r"^#include .*$", block, re.MULTILINE)
             block = re.sub(r"^#include .*\n", "", block, flags=re.MULTILINE)
+            block = block.replace("int main(int argc, char** argv)",
+                                  "int main_(int argc = 1, char** argv = nullptr)")
             body = block.replace(
                 "int main(", "void main_("
-            ) if "int main(" in block else f"[[maybe_unused]] void main_() {{\n{block}}}\n"
+            ) if "int main" in block else f"[[maybe_unused]] void main_() {{\n{block}}}\n"
             parts.append(f"namespace {name} {{\n{body}}}\n")
             calls.append(f'  std::cout << "{path.relative_to(DOCS)}, block {number}\\n";\n'
                          f"  {name}::main_();\n")

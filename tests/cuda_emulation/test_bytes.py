@@ -356,8 +356,8 @@ def midx_private_draws():
         sectors_of_all(cells) + int(masses.amax(0).sum()),
         blocks=distribution + sectors(place[ids]) + sectors(cells) + int(masses.sum()),
         shape=f"{queries} x {samples} private of {classes:,}, K {codewords}", limit=1.4,
-        why="a warp searches masses 64 at a time, here all of a row, between L2 "
-        "and the multiprocessors; of memory each is read once")
+        why="a warp searches 64 masses at a time, here a whole row, which is "
+        "traffic between L2 and the multiprocessors; memory is read once")
 
 
 @case
@@ -368,8 +368,8 @@ def systematic_draws():
     return Case(
         lambda: ops.systematic_sample(seed(), weights, order, cumulative, None, samples, []),
         "shared_set_kernel", memory=samples * (8 + 2 * SECTOR), shape="512 shared of 1M, Zipf",
-        limit=4, why="a class is found by a binary search, whose steps are a sector each; all of "
-        "them together are a matter of time, not of bytes")
+        limit=4, why="a class is found by a binary search, each step of which reads a sector; "
+        "its latency matters, not its bytes")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ def test_bytes_are_near_the_least_possible(name):
 def main():
     torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
     torch.ops.cuda_emulator.take_over()
-    print("| kernel | of | shape | memory, MB | memory / least | blocks / least "
+    print("| kernel | case | shape | memory, MB | memory / minimum | blocks / minimum "
           "|\n|---|---|---|---|---|---|")
     reasons = []
     for name, make in CASES.items():
@@ -460,7 +460,7 @@ def main():
               f"{found['memory'] / 1e6:.3g} | {found['memory / least']:.3f} | "
               f"{found['blocks / least']:.3f} |")
     if reasons:
-        print(f"\nThese move more than {LIMIT} times the least:\n", *reasons, sep="\n")
+        print(f"\nThese move more than {LIMIT} times the minimum:\n", *reasons, sep="\n")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ class XRLinear:
         notes: any JSON-serialisable dict, saved with the model.
 
     Shapes and dtypes: examples X [n, D] and labels Y [n, L], scipy sparse; scores float32 [n, L].
-        Errors as :meth:`train`, :meth:`predict` and :meth:`load`.
+
+    Errors as :meth:`train`, :meth:`predict` and :meth:`load`.
     """
     def __init__(self, model: Any, stats: Sequence[Dict[str, float]] = (),
                  notes: Optional[Dict[str, Any]] = None):

@@ -137,8 +137,8 @@ def test_every_part_measures_its_figures(figures, monkeypatch, part):
         "as CUDA graphs / F.linear + F.cross_entropy, CUDA graph",
         "as CUDA graphs / F.linear + F.cross_entropy, torch.compile, CUDA graph"
     ]),
-    ("draws", ["512 distinct uniform draws, as a CUDA graph"]),
-    ("midx", ["draw, as a CUDA graph"]),
+    ("draws", ["512 uniform samples without replacement, as a CUDA graph"]),
+    ("midx", ["sampling, as a CUDA graph"]),
 ])  # fmt: skip
 def test_cuda_graphs_of_all_contestants_are_measured(figures, monkeypatch, part, names):
     """The GPU path, with fake timers and graphs that run eagerly."""

@@ -33,7 +33,7 @@ def test_the_command_trains_and_writes_its_files(tmp_path):
                        tmp_path / "out", *SMALL)
     runs = json.loads((tmp_path / "out" / "runs.json").read_text())["runs"]
     tables = [("id_table", 31), ("hashed", 31), ("full", 60)]
-    assert [(one["seed"], one["rows of"], one["rows"])
+    assert [(one["seed"], one["table"], one["rows"])
             for one in runs] == [(seed, *table) for seed in (1, 2) for table in tables]
     for of_table, hashed, full in (runs[:3], runs[3:]):
         assert full["Recall@10"] > of_table["Recall@10"] > hashed["Recall@10"] > 0.17
