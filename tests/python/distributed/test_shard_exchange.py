@@ -133,10 +133,10 @@ def draws_of_midx(rank, queries, weight, calls):
     generator = torch.Generator().manual_seed(1)
     for _ in range(calls):
         part, = loss.sampler.sample(queries, None, generator)
-        here = shards.here(part.ids)
-        counts.scatter_add_(1, torch.where(here, part.ids, 0), here.float())
+        is_local = shards.contains(part.ids)
+        counts.scatter_add_(1, torch.where(is_local, part.ids, 0), is_local.float())
         scores = (queries.unsqueeze(1) * weight[part.ids]).sum(2)
-        normalizers.append(torch.where(here, (scores - part.log_count).exp(), 0.0).sum(1))
+        normalizers.append(torch.where(is_local, (scores - part.log_count).exp(), 0.0).sum(1))
     return counts, loss.sampler.log_count(queries, torch.arange(N)), torch.stack(normalizers)
 
 
