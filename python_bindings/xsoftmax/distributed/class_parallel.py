@@ -22,7 +22,7 @@ from ..samplers import columns_of
 from .candidates import (can_draw_for_part, candidate_numbers, draw_for_part, remove_a_draw,
                          restrict_to_rank)
 from .exchange import (ClassShards, FetchRows, GatherQueries, ScaleGradient, ScatterShares,
-                       ScoresOfAll, SumOverRanks, rank_generator, row_requests,
+                       ScoresOfAll, SumGradient, SumOverRanks, rank_generator, row_requests,
                        start_same_generator, find_unique)
 from .midx import ask_owners, check_sampler, split_sampler
 from .models import facts_of, leave_out
@@ -338,20 +338,6 @@ class ShardedLoss(LinearLoss):
             queries, weight, bias, target_places, places[1:], log_count, target_log_count,
             distinct, None if self.weight is None else self.weight[classes],
             self._shared_log_z(queries.device), option_text(**options))
-
-
-class SumGradient(torch.autograd.Function):
-    """A parameter replicated on all ranks. Backward sums the ranks' shares of its gradient."""
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
 
 
 class ShardedCrossEntropyLoss(ShardedLoss, LinearCrossEntropyLoss):

@@ -269,3 +269,17 @@ def find_unique(parts: List[Tensor]) -> Tuple[Tensor, List[Tensor]]:
         place.view(part.shape)
         for place, part in zip(places.split([part.numel() for part in parts]), parts)
     ]
+
+
+class SumGradient(torch.autograd.Function):
+    """A parameter replicated on all ranks. Backward sums the ranks' shares of its gradient."""
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None

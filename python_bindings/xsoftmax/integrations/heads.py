@@ -353,3 +353,12 @@ def _remove_logits(outputs: Any) -> Any:
     if isinstance(outputs, tuple):
         return tuple(NoLogits() if isinstance(value, Logits) else value for value in outputs)
     return outputs
+
+
+def check_loss_class(owner: str, loss_class: Any) -> None:
+    """Raises TypeError unless `loss_class` derives from LinearLoss."""
+    if not (isinstance(loss_class, type) and issubclass(loss_class, LinearLoss)):
+        got = loss_class.__name__ if isinstance(
+            loss_class, type) else f"an instance of {type(loss_class).__name__}"
+        raise TypeError(f"{owner}: expected one of the classes SampledSoftmaxLoss, CaneLoss and "
+                        f"LinearCrossEntropyLoss, followed by its arguments, got {got}")

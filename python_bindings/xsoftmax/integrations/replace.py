@@ -5,7 +5,8 @@ from typing import Any, Dict, List, Optional, Tuple, Type
 
 from torch import nn
 
-from ..losses.linear_loss import LinearLoss, Loss, check_loss_class
+from ..losses.linear_loss import LinearLoss, Loss
+from .heads import check_loss_class
 
 
 class MovedHead(nn.Identity):

@@ -16,8 +16,8 @@ from .. import optim
 from ..optim.first_step import row_optimizer, row_sparse_tables
 from .._core.public import public_names
 from ..tables.table_module import check_linear, has_own_forward
-from ..losses.linear_loss import LinearLoss, check_loss_class
-from .heads import Head, find_bias, read_transform, replace_bias
+from ..losses.linear_loss import LinearLoss
+from .heads import Head, check_loss_class, find_bias, read_transform, replace_bias
 from .logits import NoLogits, UnsupportedHeadError, explain_untrainable_bias
 from .resize_embeddings import resize_embeddings
 from .accelerate import Accelerator

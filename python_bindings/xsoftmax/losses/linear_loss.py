@@ -492,12 +492,3 @@ class LinearLoss(TableModule):
             value = getattr(self, name)
             text += "" if value == default else f", {name}={value}"
         return text
-
-
-def check_loss_class(owner: str, loss_class: Any) -> None:
-    """Raises TypeError unless `loss_class` derives from LinearLoss."""
-    if not (isinstance(loss_class, type) and issubclass(loss_class, LinearLoss)):
-        got = loss_class.__name__ if isinstance(
-            loss_class, type) else f"an instance of {type(loss_class).__name__}"
-        raise TypeError(f"{owner}: expected one of the classes SampledSoftmaxLoss, CaneLoss and "
-                        f"LinearCrossEntropyLoss, followed by its arguments, got {got}")

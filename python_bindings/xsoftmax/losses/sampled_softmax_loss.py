@@ -485,12 +485,11 @@ class SampledSoftmaxLoss(CandidateLoss):
 
     def _loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet],
               target_prob: Optional[Tensor] = None) -> Tensor:
-        log_z = self._log_z(input)
         if not torch.jit.is_scripting():
             loss = registered_loss(self, input, target, sets)
             if loss is not None:
                 return loss
-        return self._candidate_loss(input, target, sets, log_z, target_prob)
+        return self._candidate_loss(input, target, sets, self._log_z(input), target_prob)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
