@@ -13,7 +13,7 @@ from ._core.typing import Module
 from .samplers import MidxSampler
 
 _CELL_SIZE = 32  # minimum average size of a sampler's cells: smaller cells cost more than they save
-_CALIBRATING = 256  # number of example queries needed to translate a recall into a cell budget
+_CALIBRATION_QUERIES = 256  # example queries needed to translate a recall into a cell budget
 
 
 class SearchResult(NamedTuple):
@@ -76,7 +76,7 @@ class SearchIndex:
         """Returns the number of cells needed for a recall, or None while there are too few example
         queries."""
         if (k, recall) not in self._budgets:
-            if len(self._queries) < _CALIBRATING:
+            if len(self._queries) < _CALIBRATION_QUERIES:
                 return None
             self._budgets[k, recall] = int(
                 long_work.run("recall", torch.ops.xsoftmax.search_budget, self._queries,
@@ -91,7 +91,7 @@ class SearchIndex:
             raise TypeError(f"search_topk: expected input on weight's device {self.weight.device}, "
                             f"got {queries.device}")
         if recall is not None and recall < 1:
-            num_missing = _CALIBRATING - len(self._queries)
+            num_missing = _CALIBRATION_QUERIES - len(self._queries)
             if num_missing > 0:
                 self._queries = torch.cat(
                     [self._queries, queries[:num_missing].detach().to(self._queries.dtype)])

@@ -22,8 +22,8 @@ from .._core.placement import state_of_rank, table_of, whole_state
 from ..optim.row_optimizer import RowOptimizer
 from .state import ShardedTable, rows_of_all
 
-_RANDOM = "random"  # the name of the generator states, which each rank saves
-_HIDDEN = ".step-"  # prefix of folders that are being written or removed
+_GENERATORS_NAME = "random"  # the name of the generator states, which each rank saves
+_HIDDEN_PREFIX = ".step-"  # prefix of folders that are being written or removed
 
 
 def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int = 2) -> str:
@@ -62,7 +62,7 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
     owner = "save_checkpoint"
     step, keep = check_count(owner, "step", step, 0), check_count(owner, "keep", keep, 1)
     _check_names(owner, state)
-    path, hidden = _path(folder, step), os.path.join(folder, f"{_HIDDEN}{step:010d}")
+    path, hidden = _path(folder, step), os.path.join(folder, f"{_HIDDEN_PREFIX}{step:010d}")
     lock: List[int] = []  # locks the folder that this save writes, while the first rank is alive
 
     def begin() -> Any:
@@ -71,7 +71,7 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
             raise FileExistsError(f"{owner}: expected a step that is not saved yet, got {step}, "
                                   f"which is in {path}")
         for name in os.listdir(folder):
-            if name.startswith(_HIDDEN):
+            if name.startswith(_HIDDEN_PREFIX):
                 _remove_abandoned_draft(owner, os.path.join(folder, name), hidden)
         os.mkdir(hidden)
         lock.append(os.open(hidden, os.O_RDONLY))
@@ -150,8 +150,9 @@ def load_checkpoint(folder: str, state: Dict[str, Any],
     saved_names = {path[0] for path in metadata.planner_data.values()}
     for name in state:
         if name not in saved_names:
-            raise KeyError(f"{owner}: expected names out of {sorted(saved_names - {_RANDOM})} of "
-                           f"{_path(folder, chosen_step)}, got {name!r}")
+            raise KeyError(
+                f"{owner}: expected names out of {sorted(saved_names - {_GENERATORS_NAME})} of "
+                f"{_path(folder, chosen_step)}, got {name!r}")
     objects = _add_generators(state)
     target = {name: _target(owner, name, value, metadata) for name, value in objects.items()}
     # Load optimizer state first, into separate memory: if an optimizer refuses it, the rest, which
@@ -306,9 +307,10 @@ def _check_names(owner: str, state: Dict[str, Any]) -> None:
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise TypeError(f"{owner}: expected state as a dict of texts and what has a state_dict(), "
                         f"got {type(state).__name__}")
-    if _RANDOM in state:
-        raise ValueError(f"{owner}: expected other names than {_RANDOM!r}, that of torch's "
-                         "generators, which are saved without being named")
+    if _GENERATORS_NAME in state:
+        raise ValueError(
+            f"{owner}: expected other names than {_GENERATORS_NAME!r}, that of torch's "
+            "generators, which are saved without being named")
 
 
 def _add_generators(state: Dict[str, Any]) -> Dict[str, Any]:
@@ -317,7 +319,7 @@ def _add_generators(state: Dict[str, Any]) -> Dict[str, Any]:
     generators = {"cpu": torch.default_generator}
     if torch.cuda.is_initialized():
         generators["cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
-    objects = {_RANDOM: _Generators(generators)}
+    objects = {_GENERATORS_NAME: _Generators(generators)}
     for name, value in state.items():
         if isinstance(value, nn.parallel.DistributedDataParallel):
             value = value.module

@@ -24,7 +24,7 @@ from .candidates import (can_draw_for_part, candidate_numbers, draw_for_part, re
 from .exchange import (ClassShards, FetchRows, GatherQueries, ScaleGradient, ScatterShares,
                        ScoresOfAll, SumGradient, SumOverRanks, rank_generator, row_requests,
                        start_same_generator, find_unique)
-from .midx import ask_owners, check_sampler, split_sampler
+from .midx import check_sampler, fetch_from_owners, split_sampler
 from .models import facts_of, leave_out
 from .state import ShardedTable, rows_of_all, rows_of_rank
 from .replicate import replicate_tables
@@ -220,7 +220,7 @@ class ShardedLoss(LinearLoss):
                                       queries.detach(), 0.0)
         exchanges_queries = self._exchange == "queries" or (self._exchange == "auto"
                                                             and self._prefers_queries(batch))
-        ask_owners(self.sampler, not exchanges_queries)
+        fetch_from_owners(self.sampler, not exchanges_queries)
         # Start the exchanges that must finish before sampling together, so that they overlap.
         finish_generator = start_same_generator(generator, queries.device, self._shards.group)
         finish_queries = batch.start_gather(
@@ -357,7 +357,7 @@ def _as_dtensors(module: ShardedLoss, state: Dict[str, Any], prefix: str,
         state[key] = rows_of_all(state[key], module._shards)
 
 
-_SHARDED = {
+_SHARDED_CLASSES = {
     LinearCrossEntropyLoss: ShardedCrossEntropyLoss, SampledSoftmaxLoss: ShardedSampledSoftmaxLoss
 }
 
@@ -445,7 +445,7 @@ def shard_classes(model: nn.Module, mesh: Optional[DeviceMesh] = None, *,
         broadcast(
             [tensor for tensor in (*loss.parameters(), *loss.buffers()) if not tensor.is_meta],
             group)
-        loss.__class__ = _SHARDED[type(loss)]
+        loss.__class__ = _SHARDED_CLASSES[type(loss)]
         loss._shard(ClassShards(loss.num_classes, mesh), exchange)
     leave_out(model)
     return model
@@ -453,7 +453,7 @@ def shard_classes(model: nn.Module, mesh: Optional[DeviceMesh] = None, *,
 
 def check_splits(owner: str, loss: TableModule, exchange: str) -> None:
     """Raises an error unless the table of a loss can be sharded."""
-    if type(loss) not in _SHARDED:
+    if type(loss) not in _SHARDED_CLASSES:
         raise TypeError(f"{owner}: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, "
                         f"which is not split yet, got {type(loss).__name__}: "
                         "replicate it")

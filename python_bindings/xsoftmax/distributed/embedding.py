@@ -33,18 +33,18 @@ class TiedEmbedding(Module):
         if not isinstance(loss, ShardedLoss):
             raise TypeError("TiedEmbedding: expected a loss that shard_classes was called with, "
                             f"got {type(loss).__name__}")
-        self._of = (loss,)  # in a tuple, so that its parameters are not registered here
+        self._loss_in_tuple = (loss,)  # in a tuple, so that its parameters are not registered here
         self.sparse = sparse
 
     @property
     def weight(self) -> Tensor:
         """The rows held by this rank, [number of its classes, D]."""
-        return self._of[0].linear.weight
+        return self._loss_in_tuple[0].linear.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         """Looks up the rows of ids, int64 [*] in [0, N) -> [*, D]. If an id is out of range on any
         rank, all ranks raise an IndexError."""
-        loss, = self._of
+        loss, = self._loss_in_tuple
         shards = loss._shards
         classes, (places,) = find_unique([ids])
         rows = F.embedding(
@@ -55,4 +55,5 @@ class TiedEmbedding(Module):
         return rows if loss.reduction == "none" else ScaleGradient.apply(rows, 1 / shards.size)
 
     def extra_repr(self) -> str:
-        return f"{self._of[0].num_classes}, {self._of[0].in_features}, sparse={self.sparse}"
+        loss, = self._loss_in_tuple
+        return f"{loss.num_classes}, {loss.in_features}, sparse={self.sparse}"

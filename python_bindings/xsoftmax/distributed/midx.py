@@ -27,21 +27,21 @@ def check_sampler(owner: str, sampler: Sampler) -> None:
                              f"or a MidxSampler without a bias, got {sampler}")
 
 
-def split_sampler(sampler: Sampler, shards: ClassShards, may_ask: bool) -> Sampler:
+def split_sampler(sampler: Sampler, shards: ClassShards, may_fetch: bool) -> Sampler:
     """Returns a sampler for the classes of this rank if it follows the table, else `sampler`."""
     if isinstance(sampler, UnionSampler):
         for i, part in enumerate(sampler.parts):
-            sampler.parts[i] = split_sampler(part, shards, may_ask)
+            sampler.parts[i] = split_sampler(part, shards, may_fetch)
         return sampler
     return ShardedMidxSampler(
-        sampler, shards, may_ask) if sampler.follows_table else sampler  # type: ignore[arg-type]
+        sampler, shards, may_fetch) if sampler.follows_table else sampler  # type: ignore[arg-type]
 
 
-def ask_owners(sampler: Sampler, fetches: bool) -> None:
+def fetch_from_owners(sampler: Sampler, fetches: bool) -> None:
     """Sets whether the next draws fetch classes from other ranks, or know only this rank's."""
     for part in sampler.modules():
         if isinstance(part, ShardedMidxSampler):
-            part.asks = fetches
+            part.fetches = fetches
 
 
 class ShardedMidxSampler(Sampler):
@@ -56,7 +56,7 @@ class ShardedMidxSampler(Sampler):
     log count. Expected counts of given ids (``log_count``, ``target_log_count``) are known for the
     classes of this rank and are -inf for others.
 
-    If ``asks`` is set, this rank fetches the rows of its queries' candidates, so it requests the
+    If ``fetches`` is set, this rank fetches the rows of its queries' candidates, so it requests the
     classes of slots, and the cells of classes, from the ranks that own them. All ranks draw
     together, each for its own queries.
     """
@@ -64,13 +64,13 @@ class ShardedMidxSampler(Sampler):
     # derived from `cell` of all ranks
     _derived_names = ("order", "begins", "first", "start", "mass", "runs")
 
-    def __init__(self, sampler: MidxSampler, shards: ClassShards, may_ask: bool):
+    def __init__(self, sampler: MidxSampler, shards: ClassShards, may_fetch: bool):
         super().__init__(sampler.num_classes, sampler.num_samples, shared=sampler.shared,
                          distinct=sampler.distinct)
         self._owner, self.default_estimator = sampler._owner, sampler.default_estimator
         self.follows_table = True
         self._shards, self.dim, self._text = shards, sampler.dim, sampler.options
-        self._may_ask, self.asks = may_ask, False
+        self._may_fetch, self.fetches = may_fetch, False
         values = read_options(sampler.options)
         self.refresh_every, self.update_every, self.iterations = (int(values[name])
                                                                   for name in ("refresh_every",
@@ -122,7 +122,7 @@ class ShardedMidxSampler(Sampler):
         start = torch.cat([total_counts.new_zeros(1), total_counts.cumsum(0)])
         # Where the slots of each rank begin within each cell, cell after cell.
         runs = (start[:-1] + counts_of_ranks.cumsum(0) -
-                counts_of_ranks).t().reshape(-1) if self._may_ask else total_counts.new_empty(0)
+                counts_of_ranks).t().reshape(-1) if self._may_fetch else total_counts.new_empty(0)
         tables = order, begins, start[:-1] + counts_of_ranks[:shards.rank].sum(
             0), start, total_counts.double().view(self.codewords, -1), runs
         for name, table in zip(self._derived_names, tables):
@@ -155,8 +155,8 @@ class ShardedMidxSampler(Sampler):
 
     def _classes(self, slots: Tensor, touched: Optional[Tensor]) -> Tensor:
         """Returns the classes in slots and marks those selected by `touched` as touched. Without
-        ``asks``, a slot of another rank gives any class of another rank."""
-        if self.asks:
+        ``fetches``, a slot of another rank gives any class of another rank."""
+        if self.fetches:
             return self._fetch(
                 slots, touched, lambda slots:
                 (torch.searchsorted(self.runs, slots, right=True) - 1) % self._shards.size,
@@ -190,9 +190,9 @@ class ShardedMidxSampler(Sampler):
 
     def _cells(self, classes: Tensor, touched: Optional[Tensor]) -> Tensor:
         """Returns the cell of each class; -1 if it is never drawn, is not a class or, without
-        ``asks``, belongs to another rank."""
+        ``fetches``, belongs to another rank."""
         shards = self._shards
-        if self.asks:
+        if self.fetches:
             cells, is_class = torch.full_like(classes, -1), classes >= 0
             cells[is_class] = self._fetch(classes[is_class],
                                           None if touched is None else touched[is_class],

@@ -17,14 +17,14 @@ SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_ca
 SCALES = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling",)
 
-_linking = threading.Lock()  # held while a loss adopts a model's bias, scale, cap or device
+_link_lock = threading.Lock()  # held while a loss adopts a model's bias, scale, cap or device
 _active = threading.local()  # .tap: the Tap of the innermost call with labels on this thread
 
 
 def _lock_changes() -> ContextManager[Any]:
     """Returns the lock to hold while a loss changes. Under torch.compile, which cannot trace locks,
     returns a null context."""
-    return contextlib.nullcontext() if torch.compiler.is_compiling() else _linking
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else _link_lock
 
 
 class Head:
@@ -39,9 +39,9 @@ class Head:
         self.transform = (loss.logit_scale, loss.softcap)  # the options last applied to the loss
         follow_table = any(sampler.follows_table for sampler in loss._samplers())
         # Samplers that follow the table are built either with or without a bias, and cannot switch.
-        self.keeps_bias = follow_table and loss.linear.bias is not None
-        self.keeps_none = follow_table and loss.linear.bias is None
-        self.made_sparse: List[nn.Embedding] = []
+        self.requires_bias = follow_table and loss.linear.bias is not None
+        self.refuses_bias = follow_table and loss.linear.bias is None
+        self.sparse_embeddings: List[nn.Embedding] = []
         self.handles = [
             linear.register_forward_pre_hook(_catch_up_linear),
             linear.register_state_dict_pre_hook(_catch_up_linear),
@@ -64,7 +64,7 @@ class Head:
         """Restores the Linear and the embeddings."""
         for handle in self.handles:
             handle.remove()
-        for embedding in self.made_sparse:
+        for embedding in self.sparse_embeddings:
             embedding.sparse = False
         linear: Any = self.linear
         base: Any = getattr(linear, "_base_class", None)  # None: removed with another model's head
@@ -85,7 +85,7 @@ class Head:
     def link_bias(self, bias: Optional[Tensor]) -> None:
         """Makes the loss use a bias that the model adds after its head. None: the Linear's bias."""
         loss_bias, shared = bias, self.loss.linear
-        if loss_bias is None and self.linear.bias is None and self.keeps_bias:
+        if loss_bias is None and self.linear.bias is None and self.requires_bias:
             loss_bias = self.linear.weight.new_zeros(self.linear.out_features)
         if loss_bias is None or shared is self.linear:
             self.loss.linear = replace_bias(self.linear, loss_bias)
@@ -169,7 +169,7 @@ class Head:
         """Applies the bias, scale and soft cap of the model to the loss, or raises an error."""
         if logits.bias is not None and self.linear.bias is not None:
             tap.refuse(f"expected one bias, got that of {self.name} and one after it")
-        if logits.bias is not None and self.keeps_none:
+        if logits.bias is not None and self.refuses_bias:
             tap.refuse("expected no bias after the head, since none was found when the sampler was "
                        "built, got one: give a sampler that does not follow the table")
         transform = logits.transform()
@@ -234,7 +234,7 @@ class _TappedLinear(nn.Linear):
         return Logits(tap, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _new_tapped, (self._base_class,), self.__dict__
+        return _create_tapped, (self._base_class,), self.__dict__
 
 
 @functools.cache
@@ -244,7 +244,7 @@ def _derive_tapped_class(base: Any) -> Type[nn.Linear]:
                 {"_base_class": base, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
-def _new_tapped(base: Any) -> Any:
+def _create_tapped(base: Any) -> Any:
     kind = _derive_tapped_class(base)
     return kind.__new__(kind)
 

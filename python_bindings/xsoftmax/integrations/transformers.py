@@ -41,7 +41,7 @@ class _WithLoss:
         # A copy takes the Linear and the tensors tied to it, which must be current.
         self._xsoftmax_head.loss.catch_up()
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-        return _new, (self._base_class,), state
+        return _create, (self._base_class,), state
 
     def train(self, mode: bool = True) -> Any:
         super().train(mode)  # type: ignore[misc]
@@ -85,7 +85,7 @@ def _derive_class(base: Any) -> Type[nn.Module]:
     })
 
 
-def _new(base: Any) -> Any:
+def _create(base: Any) -> Any:
     kind = _derive_class(base)
     return kind.__new__(kind)
 
@@ -167,7 +167,7 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], *, name: Optional[str
             continue
         if not module.sparse:
             module.sparse = True
-            head.made_sparse.append(module)
+            head.sparse_embeddings.append(module)
     object.__setattr__(model, "_xsoftmax_head", head)
     kind: Any = type(model)
     model.__class__ = _derive_class(kind)
@@ -281,7 +281,7 @@ class RowTrainer:
         tables = row_sparse_tables()
         if model is None or not any(id(parameter) in tables for parameter in model.parameters()):
             return kind, kwargs
-        row_name = row_optimizer(kind) if inspect.isclass(kind) and kind in _SAME_STEPS else None
+        row_name = row_optimizer(kind) if inspect.isclass(kind) and kind in _COUNTERPARTS else None
         if row_name is None:
             raise ValueError(
                 "TrainingArguments: expected optim as an Adam, AdamW, SGD or Adagrad of torch, in "
@@ -345,7 +345,7 @@ class RowTrainer:
             head.loss.load_state_dict({**linear, **torch.load(path, weights_only=True)})
 
 
-_SAME_STEPS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_COUNTERPARTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
 def _find_head(model: Any) -> Optional[Head]:

@@ -24,7 +24,7 @@ from .xr_linear_training import (Layers, Matrix, Progress, Watch, check_examples
                                  estimate_work, mine_negatives, split_schemes, unite_lists)
 
 _LOSSES = ("hinge", "logistic", "squared_hinge")
-_FEW = 256  # predictions for at most this many queries are too fast to need interrupt checks
+_FEW_QUERIES = 256  # predictions for fewer queries are too fast to need interrupt checks
 
 
 class XRLinear:
@@ -375,7 +375,7 @@ class XRLinear:
         topk, beam = check_count("XRLinear.predict", "topk", topk,
                                  None), check_count("XRLinear.predict", "beam", beam, None)
         arguments = *parts, block, width, topk, beam, transform or "", combiner or "", only
-        return self.model.predict(*arguments) if len(parts[0]) <= _FEW else long_work.run(
+        return self.model.predict(*arguments) if len(parts[0]) <= _FEW_QUERIES else long_work.run(
             "predict", self.model.predict, *arguments)
 
     def save(self, path: Union[str, "PathLike[str]"]) -> None:

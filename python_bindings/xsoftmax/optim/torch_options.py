@@ -20,16 +20,16 @@ class TorchOptions(TypedDict, total=False):
 
 
 # These select among implementations of the same step. A row optimizer has only one.
-_SAME_STEP = ("foreach", "fused", "capturable")
+_IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable")
 # Keys of parameter groups that optimizers and schedulers of torch write but no step reads.
-_NOT_OF_STEPS = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum",
-                 "max_momentum", "swa_lr")
+_SCHEDULER_KEYS = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum",
+                   "max_momentum", "swa_lr")
 # Options of torch.optim and of common libraries that do not affect a step while they are off. Other
 # options may: correct_bias=False takes larger first steps, and momentum_decay=0 halves the
 # momentum.
-_NO_STEP_WHEN_OFF = ("amsgrad", "centered", "nesterov", "maximize", "differentiable", "momentum",
-                     "dampening", "lr_decay", "initial_accumulator_value", "weight_decay",
-                     "cautious", "caution", "use_gc")
+_HARMLESS_WHEN_OFF = ("amsgrad", "centered", "nesterov", "maximize", "differentiable", "momentum",
+                      "dampening", "lr_decay", "initial_accumulator_value", "weight_decay",
+                      "cautious", "caution", "use_gc")
 # Options of torch.optim, with the optimizers that have them.
 _OWNERS = {
     "amsgrad": "Adam and AdamW", "momentum_decay": "NAdam", "rho": "Adadelta",
@@ -69,7 +69,7 @@ def _changes_steps(name: str, value: Any, group: Dict[str, Any]) -> bool:
     # RowAdam decays weights as AdamW does; the others add the decay to the gradient.
     if name == "decoupled_weight_decay":
         return _is_on(group.get("weight_decay")) and bool(value) != ("betas" in group)
-    return name not in _SAME_STEP and (_is_on(value) or name not in _NO_STEP_WHEN_OFF)
+    return name not in _IMPLEMENTATION_OPTIONS and (_is_on(value) or name not in _HARMLESS_WHEN_OFF)
 
 
 def _reason(owner: str, name: str) -> str:
@@ -86,7 +86,7 @@ def check_keywords(owner: str, keywords: Dict[str, Any], group: Dict[str, Any],
         TypeError: a keyword is not an option of torch.optim.
     """
     for name, value in keywords.items():
-        if name not in _SAME_STEP and name not in _REASONS:
+        if name not in _IMPLEMENTATION_OPTIONS and name not in _REASONS:
             hint = f": did you mean {guess}?" if (guess := guess_argument(name,
                                                                           option_names)) else ""
             raise TypeError(
@@ -145,7 +145,8 @@ def check_loaded_group(optimizer: Any, group: Dict[str, Any], counterpart: str,
                          f"{', '.join(missing_names)}"
                          f"{_kind(group, _OWNERS, option_names)}. {advice}")
     for name, value in group.items():
-        if name in option_names or name in _NOT_OF_STEPS or not _changes_steps(name, value, group):
+        if name in option_names or name in _SCHEDULER_KEYS or not _changes_steps(
+                name, value, group):
             continue
         if name == "decoupled_weight_decay":
             raise ValueError(f"{expected}, whose weight decay is decoupled, got "

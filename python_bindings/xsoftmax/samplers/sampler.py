@@ -367,17 +367,17 @@ class DescribedSampler(Sampler):
                  distinct: bool = False):
         super().__init__(num_classes, num_samples, shared=shared, distinct=distinct)
         library = __name__.rpartition(".")[0]
-        self._is_users = any(not cls.__module__.startswith(library) and name in cls.__dict__
-                             for cls in type(self).__mro__
-                             for name in ("sample", "log_count", "prepare")
-                             if issubclass(cls, DescribedSampler))
+        self._is_overridden = any(not cls.__module__.startswith(library) and name in cls.__dict__
+                                  for cls in type(self).__mro__
+                                  for name in ("sample", "log_count", "prepare")
+                                  if issubclass(cls, DescribedSampler))
 
     def _describe(self) -> str:
         raise NotImplementedError(f"{type(self).__name__} does not define _describe")
 
     @torch.jit.export
     def describe(self) -> str:
-        return "" if self._is_users else self._describe()
+        return "" if self._is_overridden else self._describe()
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None,

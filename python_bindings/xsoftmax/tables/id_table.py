@@ -90,7 +90,7 @@ class IdTable(Module):
             state = torch.ops.xsoftmax.id_table(self.capacity, self.options)
         for name, tensor in zip(STATE, state):
             self.register_buffer(name, tensor)
-        self._attached = []  # type: ignore[var-annotated]  # pairs (table, init)
+        self._attachments = []  # type: ignore[var-annotated]  # pairs (table, init)
         # Rows whose reset failed.
         self._pending = torch.empty(0, dtype=torch.int64, device="cpu")
         self._lock = threading.RLock()  # held during an insertion and its resets
@@ -134,7 +134,7 @@ class IdTable(Module):
     @torch.jit.unused
     def _insert(self, ids: Tensor) -> Tuple[Tensor, Tensor]:
         with self._lock:
-            for table, _ in self._attached:
+            for table, _ in self._attachments:
                 self._check_attached(table)
             rows, evicted = torch.ops.xsoftmax.id_table_insert_(self._check_tensor("ids", ids),
                                                                 self._state(), self.options)
@@ -241,7 +241,7 @@ class IdTable(Module):
                     for rows in _tables_of(table):
                         # Fail now rather than at the first reset.
                         init(torch.empty_like(rows[:1]))
-        self._attached += [(table, init) for table in tables]
+        self._attachments += [(table, init) for table in tables]
         # Not as a decorator, because it imports torch's compiler, which takes seconds.
         if not hasattr(IdTable._reset, "_torchdynamo_disable"):
             IdTable._reset = torch.compiler.disable(IdTable._reset)  # type: ignore[method-assign]
@@ -283,10 +283,10 @@ class IdTable(Module):
     @torch.no_grad()
     def _reset(self, rows: Tensor) -> None:
         optimizers = [
-            table for table, _ in self._attached if isinstance(table, torch.optim.Optimizer)
+            table for table, _ in self._attachments if isinstance(table, torch.optim.Optimizer)
         ]
         done: List[Tensor] = []
-        for table, init in self._attached:
+        for table, init in self._attachments:
             if isinstance(table, nn.Module):
                 for module in table.modules():
                     if isinstance(module, (Sampler, StreamingCounts)):
@@ -315,7 +315,7 @@ class IdTable(Module):
     def __getstate__(self) -> Dict[str, Any]:
         return {
             **{name: value
-               for name, value in self.__dict__.items() if name != "_lock"}, "_attached": []
+               for name, value in self.__dict__.items() if name != "_lock"}, "_attachments": []
         }
 
     def __setstate__(self, state: Dict[str, Any]) -> None:

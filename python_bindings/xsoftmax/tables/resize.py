@@ -66,7 +66,7 @@ def resize_classes(loss: TableModule, num_classes: int, weight: Optional[Tensor]
                                           [rows for _, rows in changed_tables],
                                           [num_classes] * len(changed_tables))
         for state, value in sparse:
-            state.of_table[state.name] = value
+            state.param_state[state.name] = value
         for plan in plans:
             plan()
     if changes:
@@ -96,7 +96,7 @@ def resize_parameters(owner: str, changes: List[Tuple[Any, Tensor]],
             torch.ops.xsoftmax.resize_tables_(tables, rows, [count] * len(tables))
             parameter.copy_(values)
             for state, value in sparse:
-                state.of_table[state.name] = value
+                state.param_state[state.name] = value
     _watch([parameter for parameter, _ in changes])
 
 
@@ -168,7 +168,7 @@ def _plan_samplers(loss: TableModule, init_rows: Any, first_row: int,
 class _State(NamedTuple):
     """A tensor of the state of a torch.optim optimizer for a table."""
 
-    of_table: Dict[str, Any]
+    param_state: Dict[str, Any]
     name: str
     value: Tensor
     initial: float

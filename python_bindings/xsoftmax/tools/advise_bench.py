@@ -20,10 +20,10 @@ from ..samplers import InBatchSampler, Sampler, UnionSampler, make_sampler
 from .advice import Advice, Choice
 
 _ROUNDS = 48  # steps per candidate; they estimate the noise to within 10 %
-_FIRST = 16  # queries of the first exact step, which estimates the cost of a full one
-_FEW = (20, 100)  # samples per query, for samplers that follow the table
+_FIRST_QUERIES = 16  # queries of the first exact step, which estimates the cost of a full one
+_FEW_SIZES = (20, 100)  # samples per query, for samplers that follow the table
 # shared samples, and head classes, that are combined with few samples per query
-_WIDE, _HEAD = 512, 512
+_UNION_SIZE, _UNION_HEAD = 512, 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +117,8 @@ def plans_of(loss: LinearLoss, counts: Optional[Tensor], sizes: Sequence[int],
         "unigram", "uniform", "in_batch", "midx"
     ]
     sizes = [size for size in sizes if 2 * size <= classes] or [max(1, classes // 4)]
-    few_sizes = [size for size in _FEW if 2 * size <= classes] or [max(1, classes // 4)]
-    wide, head = min(_WIDE, max(1, classes // 4)), min(_HEAD, max(1, classes // 4))
+    few_sizes = [size for size in _FEW_SIZES if 2 * size <= classes] or [max(1, classes // 4)]
+    wide, head = min(_UNION_SIZE, max(1, classes // 4)), min(_UNION_HEAD, max(1, classes // 4))
     plans = []
     for kind in kinds:
         if kind == "in_batch":
@@ -222,13 +222,13 @@ class Bench:
             rows = shuffled_places[:size].sort().values
             return self.batch[0][rows], self.batch[1][rows]
 
-        self.part = select_part(min(_FIRST, len(shuffled_places)))
+        self.part = select_part(min(_FIRST_QUERIES, len(shuffled_places)))
         self.references, step_seconds, _ = self._step(exact, *self.part, self.trains_exact)
         self.exact_steps, rate = 0, step_seconds / len(self.part[0])
         # a step on 4 times as many queries, then a step on as many queries as fit
         for share in (0.25, 0.15):
             size = min(
-                len(shuffled_places), 4 * _FIRST if share == 0.25 else len(self.part[0]) +
+                len(shuffled_places), 4 * _FIRST_QUERIES if share == 0.25 else len(self.part[0]) +
                 int(max(0.15 * self.seconds - step_seconds, 0.0) / rate))
             if size <= len(
                     self.part[0]
@@ -243,7 +243,7 @@ class Bench:
             raise ValueError("advise: expected a batch with an exact gradient other than 0, got "
                              "one that has none")
         num_left = len(self.batch[0]) - len(self.part[0])
-        if num_left and len(self.part[0]) <= _FIRST:  # too few measurements to extrapolate
+        if num_left and len(self.part[0]) <= _FIRST_QUERIES:  # too few measurements to extrapolate
             self.notes.append("exact: a step takes longer than that: only one on "
                               f"{len(self.part[0])} queries was measured, for want of time")
             rate = 0.0

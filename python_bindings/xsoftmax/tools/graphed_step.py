@@ -13,7 +13,7 @@ from ..losses.cached_step import _call
 from ..optim.clip_grad import clip_grad_norm_
 from ..optim.row_optimizer import RowOptimizer
 
-_MOST_GRAPHS = 16  # the largest number of input signatures with a graph; others run eagerly
+_MAX_GRAPHS = 16  # the largest number of input signatures with a graph; others run eagerly
 _NAME = "make_graphed_step"
 _OPTIONS = ("_options", "_step_options", "options")  # option texts that modules pass to operators
 
@@ -171,7 +171,7 @@ class GraphedStep:
             return None
         graphs = self._graphs.get(key)
         if graphs is None:
-            if self._warmups.get(key, 0) < self._warmup_steps or len(self._graphs) >= _MOST_GRAPHS:
+            if self._warmups.get(key, 0) < self._warmup_steps or len(self._graphs) >= _MAX_GRAPHS:
                 return None
             if self._is_due_later():
                 return None

@@ -370,7 +370,7 @@ def test_attach_refuses_unsuitable_modules():
         # kaiming_uniform_ does not support vectors: an error now, not at the first reset
         ids.attach(torch.nn.Linear(D, C, bias=True), init=torch.nn.init.kaiming_uniform_)
     ids.attach(torch.nn.Embedding(C, D, padding_idx=0))
-    assert len(ids._attached) == 1
+    assert len(ids._attachments) == 1
 
 
 def test_a_reset_that_failed_is_done_in_the_next_call():
