@@ -267,7 +267,8 @@ void guard_operator(torch::Library& m, const c10::OperatorHandle& op,
 void define_guarded(torch::Library& m, void (*define)(torch::Library&),
                     std::span<const OwnKernel> own_kernels) {
   // Added once and never removed: a new listener is first notified of every operator of torch.
-  static auto* const listening = new c10::RegistrationHandleRAII(
+  // `used` keeps the pointer, which nothing reads, so that the leak checker finds it.
+  [[gnu::used]] static auto* const listening = new c10::RegistrationHandleRAII(
       c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<NewOperators>()));
   (void)listening;
   std::vector<c10::OperatorHandle> defined;
