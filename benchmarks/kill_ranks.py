@@ -261,7 +261,7 @@ def main() -> None:
                           for name, value in found.items()])], **found)
     if not (losses and found["state equal"]
             and len(killed.starts) == 1 + len(plan) + killed.missed):
-        raise SystemExit("kill_ranks: the run that was disturbed is not that which was not")
+        raise SystemExit("kill_ranks: the run with kills differs from the run without")
 
 
 if __name__ == "__main__":

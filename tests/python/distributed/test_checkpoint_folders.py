@@ -198,6 +198,6 @@ def test_killed_and_restarted_ranks_train_as_if_uninterrupted():
                             capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
-    assert report["killed in a step"] == report["killed in a save"] == 1 and report[
-        "starts"] == 3 + report["killed between"]
-    assert report["losses the same"] and report["state the same"]
+    assert report["kills within a step"] == report["kills within a save"] == 1
+    assert report["starts"] == 3 + report["kills between"]
+    assert report["losses equal"] and report["state equal"]
