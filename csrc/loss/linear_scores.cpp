@@ -114,6 +114,7 @@ Tensor linear_entropy(const Tensor& input, const Tensor& weight, const OptionalT
                       const LogitOptions& options) {
   constexpr const char* op = "linear_entropy";
   const Tensor queries = as_queries(op, input, weight);
+  check_logits(op, options);
   check::finite_queries(op, "input", input);
   const Tensor none =
       at::empty_symint({queries.sym_size(0), c10::SymInt(0)}, input.options().dtype(at::kLong));

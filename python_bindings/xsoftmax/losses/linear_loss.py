@@ -153,9 +153,8 @@ class LinearLoss(TableModule):
                 saved_rows,
                 Tensor) or saved_rows.shape[1:] != rows.shape[1:] or saved_rows.shape == rows.shape:
             return []
-        hint = (
-            f"call resize_classes({len(saved_rows)}) before load_state_dict, and give the loss its "
-            "former number by resize_classes after it")
+        hint = (f"call resize_classes({len(saved_rows)}) first, then load_state_dict; to keep "
+                f"{len(rows)} classes, call resize_classes({len(rows)}) afterwards")
         got = f"expected a checkpoint of {len(rows)} classes, got one of {len(saved_rows)}"
         return [f"{self._name}: {got}: {hint}"]
 

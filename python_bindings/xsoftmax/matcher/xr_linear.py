@@ -21,7 +21,8 @@ from .._core.sparse import (csr_matrix, index_tensors, query_tensors, sparse_ten
 from ..trees.label_tree import LabelTree
 from .xr_linear_training import (Layers, Matrix, Progress, Watch, check_examples, check_pairs,
                                  check_relevance, select_labels, dense_block, join_chunks,
-                                 estimate_work, mine_negatives, split_schemes, unite_lists)
+                                 estimate_work, mine_negatives, split_schemes, unite_lists,
+                                 warn_unless_unit_length)
 
 _LOSSES = ("hinge", "logistic", "squared_hinge")
 _FEW_QUERIES = 256  # predictions for fewer queries are too fast to need interrupt checks
@@ -370,6 +371,8 @@ class XRLinear:
             raise ValueError(
                 f"XRLinear.predict: expected {self.num_features} features, got {width}" +
                 ("" if block is None else f" and {block.shape[1]} dense ones"))
+        if self.notes.get("normalize"):
+            warn_unless_unit_length(parts[0], parts[2], block)
         if only is not None:
             only = select_labels(only, self.num_labels)
         topk, beam = check_count("XRLinear.predict", "topk", topk,

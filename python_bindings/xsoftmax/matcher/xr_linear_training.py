@@ -264,6 +264,19 @@ def select_labels(only: Union[Tensor, Sequence[int], np.ndarray], labels: int) -
     return selection.to("cpu", torch.int64)
 
 
+def warn_unless_unit_length(offsets: Tensor, values: Tensor, dense: Optional[Tensor]) -> None:
+    """Warns if the first query does not have length 1, for a model whose examples were scaled."""
+    if len(offsets) < 2:
+        return
+    square = float(values[offsets[0]:offsets[1]].square().sum())
+    square += 0.0 if dense is None else float(dense[0].square().sum())
+    if square > 0 and abs(square - 1) > 0.01:
+        warnings.warn(
+            "XRLinear.predict: the model was trained on rows scaled to length 1 (xsoftmax train "
+            f"--normalize), but the first query has length {square ** 0.5:.3g}: scale the queries "
+            "with label_vectors.unit_rows", stacklevel=4)
+
+
 def dense_block(dense: Union[Tensor, np.ndarray], rows: Optional[int]) -> Tensor:
     if not isinstance(dense, (Tensor, np.ndarray)):
         raise TypeError("XRLinear.predict: expected X as a scipy sparse matrix, a tensor or an "

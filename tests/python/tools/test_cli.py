@@ -5,6 +5,7 @@ import io
 import json
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,20 @@ def test_a_model_is_replaced_only_if_requested(files, capsys):
     assert all(torch.equal(a, b) for a, b in zip(before, weights(path, "model"), strict=True))
     assert main([*train, "--bias", "0", "--force"]) == 0
     assert xs.XRLinear.load(path / "model").bias == 0
+
+
+def test_a_model_of_scaled_examples_warns_of_other_queries(files):
+    path, X, _ = files
+    assert main(["train", f"{path}/train.txt", f"{path}/m", "--normalize", "--quiet"]) == 0
+    model = xs.XRLinear.load(path / "m")
+    for queries in (X[300:], X[300:].toarray()):
+        for search in (model.predict, model.topk):
+            with pytest.warns(UserWarning, match="scale the queries with label_vectors.unit_rows"):
+                search(queries)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.predict(xs.label_vectors.unit_rows(X[300:]))
+        model.predict(X[:0])
 
 
 def test_json_and_version(files, capsys):
