@@ -37,7 +37,7 @@ LinearLayerView linear_layer_view(const char* op, int64_t parents, int64_t featu
 
 constexpr int64_t kMaxByteChildren = 256; ///< children per parent if a byte numbers them
 
-/// The options of linear_layer_train. Numbers are used in float32 and must be finite in float32.
+/// The options of a layer in linear_layers_train. Numbers are used in float32 and must be finite in float32.
 struct LinearLayerOptions {
   std::string loss = "squared_hinge"; ///< "squared_hinge", "hinge" or "logistic" (sibling_solver.h)
   double bias = 1; ///< the value of a constant column added to every row; 0 adds none
@@ -67,38 +67,46 @@ struct LinearLayerOptions {
   }
 };
 
-/// linear_layer_train(rows, features, first_child, parents, labels, label_costs, initial, options)
-///     -> (chunk, feature, more, child, value, stats float64 [3])
+/// linear_layers_train(rows, features, first_child, parents, labels, label_costs, initial, options)
+///     -> 6 tensors for each layer, and tasks
 ///
-/// Trains the classifiers of each child on the rows of its parent (sibling_solver.h). CPU only.
+/// Trains the classifiers of several layers, those of each child on the rows of its parent
+/// (sibling_solver.h). All layers are one pool of tasks (layer_pool.h), so that threads have work
+/// while the few, long tasks of the first layers run. CPU only.
 ///
 ///   rows         offsets, columns and values of n examples, as above
+///
+/// For each of the layers, one after the other in each list:
+///
 ///   first_child  int64 [P + 1], as in a layer; C children in all
 ///   parents      parent_offsets int64 [P + 1], parent_rows int32: the rows of each parent,
 ///                increasing
 ///   labels       label_offsets int64 [C + 1], label_rows int32: the positive rows of each child,
 ///                increasing; rows that are not among its parent's are ignored
-///   label_costs  float32, one per label row, at least 0: factors of positive_cost; None: 1
+///   label_costs  float32, one per label row, at least 0: factors of positive_cost; []: 1
 ///   initial      the six parts of a layer with this first_child, used as a warm start
 ///                (sibling_solver.h); []: start at 0
 ///   options      LinearLayerOptions as text
-///   stats        the number of sweeps, of labels that did not converge, and of weights before any
-///                was dropped
 ///
-/// Trains the parents first_parent .. last_parent - 1 only: `chunk` has one entry more than there
-/// are such parents and begins at 0. The other results equal those of the whole layer bit for bit,
-/// so concatenated parts form the layer.
+/// The result has chunk, feature, more, child and value of each layer, and stats float64 [3]: the
+/// number of sweeps, of labels that did not converge, and of weights before any was dropped. The
+/// last tensor, float64 [T, 4], lists the tasks in the order in which they began: layer, parent,
+/// first group of siblings and seconds.
+///
+/// Trains the parents first_parent .. last_parent - 1 of a layer only: `chunk` has one entry more
+/// than there are such parents and begins at 0. The other results equal those of the whole layer
+/// bit for bit, so concatenated parts form the layer. The same holds for any number of threads, and
+/// for layers that are trained one by one.
 ///
 /// Reports progress as long work (op/long_work.h), in units of rows times labels.
 ///
 /// Raises ValueError for sizes, offsets, lists that do not increase, numbers that are not finite,
 /// options, and rows whose squares plus that of the bias sum to more than 1e18; IndexError for
 /// columns and rows out of range; TypeError for dtypes and devices.
-using LinearLayer =
-    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const at::Tensor& first_child,
-                               at::TensorList parents, at::TensorList labels,
-                               const OptionalTensor& label_costs, at::TensorList initial,
-                               std::string_view options);
+std::vector<at::Tensor> linear_layers_train(at::TensorList rows, int64_t features,
+                                            at::TensorList first_child, at::TensorList parents,
+                                            at::TensorList labels, at::TensorList label_costs,
+                                            at::TensorList initial,
+                                            const std::vector<std::string>& options);
 
 } // namespace xsoftmax

@@ -5,13 +5,12 @@
 #include "op/options.h"
 #include "matcher/canonical_rows.h"
 #include "matcher/linear_layer.h"
+#include "matcher/node_rows.h"
 #include "matcher/sparse_row_sums.h"
 #include "tree/label_tree_clusters.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/_unique2.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/repeat_interleave.h>
@@ -54,42 +53,28 @@ SparseRowTensors pairs_of(const char* name, const Tensor& offsets, const Tensor&
                    RowKind::Labels);
 }
 
-/// Lists of ascending rows: list i is rows[offsets[i] .. offsets[i + 1]). costs: one per entry, or
-/// undefined.
+/// The rows of each node of a layer (node_rows.h). costs: one per row, or empty.
 struct Lists { Tensor offsets, rows, costs; };
 
-Tensor ends_of(const Tensor& counts) {
-  return at::cat({at::zeros({1}, at::kLong), counts.cumsum(0)});
-}
+/// Pairs of rows and nodes: each row has the nodes of its columns.
+struct NodePairs { Tensor offsets, columns, nodes; };
 
-/// Makes lists from pairs (node, row) in any order. A repeated pair gets the largest of its costs.
-Lists lists_of(const Tensor& nodes, const Tensor& rows, int64_t num_nodes, int64_t num_rows,
+Lists lists_of(const std::vector<NodePairs>& matrices, int64_t num_nodes,
                const Tensor& costs = {}) {
-  const auto [keys, place, counts] = at::_unique2(
-      nodes.to(at::kLong) * num_rows + rows, /*sorted=*/true, /*return_inverse=*/costs.defined());
-  const Tensor kept = costs.defined()
-      ? at::zeros({keys.size(0)}, at::kFloat)
-            .scatter_reduce_(0, place, costs, "amax", /*include_self=*/false)
-      : Tensor();
-  const Tensor node = keys.div(num_rows, "floor");
-  return {ends_of(node.bincount({}, num_nodes)), (keys - node * num_rows).to(at::kInt), kept};
+  std::vector<Tensor> offsets, columns, nodes;
+  for (const NodePairs& each : matrices) {
+    offsets.push_back(each.offsets);
+    columns.push_back(each.columns);
+    nodes.push_back(each.nodes);
+  }
+  const auto [ends, rows, row_costs] =
+      node_rows(offsets, columns, nodes, num_nodes, optional(costs));
+  return {ends, rows, row_costs};
 }
 
-Tensor rows_of_pairs(const Tensor& offsets) {
-  return at::repeat_interleave(at::arange(offsets.size(0) - 1, at::kLong), offsets.diff());
-}
-
-/// Returns the union of several lists per node.
-Lists merge_lists(const std::vector<Lists>& lists, int64_t num_rows) {
-  if (lists.size() == 1) {
-    return lists[0];
-  }
-  std::vector<Tensor> nodes, rows;
-  for (const Lists& each : lists) {
-    nodes.push_back(rows_of_pairs(each.offsets));
-    rows.push_back(each.rows.to(at::kLong));
-  }
-  return lists_of(at::cat(nodes), at::cat(rows), lists[0].offsets.size(0) - 1, num_rows);
+/// Returns the rows of each column of a matrix.
+Lists rows_of_columns(const SparseRowTensors& pairs, int64_t width) {
+  return lists_of({{pairs.offsets, pairs.columns, at::arange(width, at::kInt)}}, width);
 }
 
 /// Layers of a tree. For each layer: first_child, where the children of each node in the layer
@@ -98,7 +83,7 @@ struct TreeLayers {
   explicit TreeLayers(const LabelTree& tree) {
     if (tree->depth() == 0) { // a single label: treat it as the child of a root
       first_child = {at::tensor({0, 1}, at::kLong)};
-      label_parents = {at::zeros({1}, at::kLong)};
+      label_parents = {at::zeros({1}, at::kInt)};
       labels = at::zeros({1}, at::kLong);
       return;
     }
@@ -123,17 +108,19 @@ struct TreeLayers {
     labels = node_class.narrow(0, last, ends[layers] - last).clone();
     Tensor node = tree->class_node.cpu();
     for (int64_t depth = layers; depth-- > 0; node = parent.index_select(0, node)) {
-      label_parents.insert(label_parents.begin(), node - ends[depth]);
+      label_parents.insert(label_parents.begin(), (node - ends[depth]).to(at::kInt));
     }
   }
 
   int64_t nodes(size_t depth) const {
     return depth + 1 == first_child.size() ? labels.size(0) : first_child[depth + 1].size(0) - 1;
   }
+  NodePairs pairs(size_t depth, const SparseRowTensors& pairs) const {
+    return {pairs.offsets, pairs.columns, label_parents[depth]};
+  }
   /// Returns, for each node of a layer, the rows that have a label below it.
-  Lists lists(size_t depth, const SparseRowTensors& pairs, const Tensor& costs = {}) const {
-    return lists_of(label_parents[depth].index_select(0, pairs.columns.to(at::kLong)),
-                    rows_of_pairs(pairs.offsets), nodes(depth), pairs.offsets.size(0) - 1, costs);
+  Lists lists(size_t depth, const SparseRowTensors& labels, const Tensor& costs = {}) const {
+    return lists_of({pairs(depth, labels)}, nodes(depth), costs);
   }
 
   std::vector<Tensor> first_child, label_parents;
@@ -247,15 +234,15 @@ std::vector<std::vector<Tensor>> initial_parts(const Options& options, const Tre
   return parts;
 }
 
-/// Returns, for each node of the last layer trained so far, the rows whose beam reaches it.
-Lists mined(const std::vector<std::vector<Tensor>>& parts, const SparseRowTensors& rows,
-            int64_t features, const std::string& transform, const Options& options) {
+/// Returns the nodes of the last layer trained so far that the beam of each row reaches.
+NodePairs mined(const std::vector<std::vector<Tensor>>& parts, const SparseRowTensors& rows,
+                int64_t features, const std::string& transform, const Options& options) {
   const int64_t nodes = parts.back()[0][-1].item<int64_t>();
   const XRLinear model(features, options.bias(), transform, at::arange(nodes, at::kLong), parts);
   const auto search = XRLinearPredictOptions().topk(options.beam()).beam(options.beam());
   const auto [offsets, found, scores] =
       model.predict(rows.offsets, rows.columns, rows.values, search);
-  return lists_of(found, rows_of_pairs(offsets), nodes, rows.offsets.size(0) - 1);
+  return {offsets, found.to(at::kInt), at::arange(nodes, at::kInt)};
 }
 
 std::string layer_options(const Options& options, int64_t seed) {
@@ -278,9 +265,7 @@ namespace label_vectors {
 
 Rows pii(const Examples& examples) {
   const auto labels = pairs_of("pii", examples.label_offsets, examples.labels, examples.num_labels);
-  const int64_t rows = labels.offsets.size(0) - 1;
-  const Lists lists =
-      lists_of(labels.columns, rows_of_pairs(labels.offsets), examples.num_labels, rows);
+  const Lists lists = rows_of_columns(labels, examples.num_labels);
   const Tensor counts = lists.offsets.diff();
   return {lists.offsets, lists.rows,
           at::repeat_interleave(counts.to(at::kDouble).rsqrt(), counts).to(at::kFloat)};
@@ -293,8 +278,7 @@ Rows pifa(const Examples& examples) {
   TORCH_CHECK_VALUE(rows.offsets.size(0) == labels.offsets.size(0),
                     "pifa: expected features and labels of as many examples, got ",
                     rows.offsets.size(0) - 1, " and ", labels.offsets.size(0) - 1);
-  const Lists lists = lists_of(labels.columns, rows_of_pairs(labels.offsets), examples.num_labels,
-                               rows.offsets.size(0) - 1);
+  const Lists lists = rows_of_columns(labels, examples.num_labels);
   return sparse_row_sums(rows.offsets, rows.columns, rows.values, examples.num_features,
                          lists.offsets, lists.rows);
 }
@@ -355,29 +339,49 @@ c10::intrusive_ptr<XRLinear> XRLinear::train(const Examples& examples,
   const std::string text = layer_options(options, draw_seed(generator).item<int64_t>());
 
   std::vector<std::vector<Tensor>> parts;
-  Lists right;
-  for (size_t depth = 0; depth < schemes.size(); ++depth) {
-    Lists parents{at::tensor({int64_t(0), count}, at::kLong), at::arange(count, at::kInt), {}};
-    if (depth > 0) {
-      std::vector<Lists> found;
-      if (schemes[depth].contains("man")) {
-        found.push_back(mined(parts, rows, features, transform, options));
-      }
-      if (schemes[depth].contains("tfn")) {
-        found.push_back(right);
-      }
-      if (schemes[depth].contains("user")) {
-        found.push_back(layers.lists(depth - 1, user));
-      }
-      parents = merge_lists(found, count);
+  Lists layer_labels;
+  const auto parents_of = [&](size_t depth) -> Lists {
+    if (depth == 0) {
+      return {at::tensor({int64_t(0), count}, at::kLong), at::arange(count, at::kInt), {}};
     }
-    right = layers.lists(depth, labels, relevance);
-    const auto [chunk, feature, more, child, value, figures] = linear_layer_train(
-        {rows.offsets, rows.columns, rows.values}, features, layers.first_child[depth],
-        {parents.offsets, parents.rows}, {right.offsets, right.rows}, optional(right.costs),
-        initial[depth], text);
-    parts.push_back({layers.first_child[depth], chunk, feature, more, child,
-                     narrow_values(value, options.dtype())});
+    if (schemes[depth] == std::set<std::string>{"tfn"}) {
+      return layer_labels; // of the layer above
+    }
+    std::vector<NodePairs> found;
+    if (schemes[depth].contains("man")) {
+      found.push_back(mined(parts, rows, features, transform, options));
+    }
+    if (schemes[depth].contains("tfn")) {
+      found.push_back(layers.pairs(depth - 1, labels));
+    }
+    if (schemes[depth].contains("user")) {
+      found.push_back(layers.pairs(depth - 1, user));
+    }
+    return lists_of(found, layers.nodes(depth - 1));
+  };
+  // Layers up to the next one that needs beams are trained together.
+  for (size_t first = 0, last = 0; first < schemes.size(); first = last) {
+    std::vector<Tensor> first_child, parent_lists, label_lists, costs, begin;
+    do {
+      const Lists parents = parents_of(last);
+      layer_labels = layers.lists(last, labels, relevance);
+      first_child.push_back(layers.first_child[last]);
+      parent_lists.insert(parent_lists.end(), {parents.offsets, parents.rows});
+      label_lists.insert(label_lists.end(), {layer_labels.offsets, layer_labels.rows});
+      if (relevance.defined()) {
+        costs.push_back(layer_labels.costs);
+      }
+      begin.insert(begin.end(), initial[last].begin(), initial[last].end());
+      ++last;
+    } while (last < schemes.size() && !schemes[last].contains("man"));
+    const std::vector<Tensor> trained = linear_layers_train(
+        {rows.offsets, rows.columns, rows.values}, features, first_child, parent_lists,
+        label_lists, costs, begin, std::vector<std::string>(last - first, text));
+    for (size_t depth = first; depth < last; ++depth) {
+      const Tensor* made = trained.data() + (depth - first) * kLinearLayerParts;
+      parts.push_back({layers.first_child[depth], made[0], made[1], made[2], made[3],
+                       narrow_values(made[4], options.dtype())});
+    }
   }
   return c10::make_intrusive<XRLinear>(features, options.bias(), transform, layers.labels,
                                        std::move(parts));

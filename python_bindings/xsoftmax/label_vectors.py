@@ -49,8 +49,11 @@ def pifa(X: Matrix, Y: Matrix) -> "scipy.sparse.csr_matrix":
     if X.shape[0] != Y.shape[0]:
         raise ValueError(f"pifa: expected X and Y with as many rows, got {X.shape[0]} and "
                          f"{Y.shape[0]}")
+    offsets, labels = index_tensors(Y)
+    label_rows = torch.ops.xsoftmax.node_rows(
+        [offsets], [labels], [torch.arange(Y.shape[1], dtype=torch.int32)], Y.shape[1])[:2]
     sums = long_work.run("label vectors", torch.ops.xsoftmax.sparse_row_sums,
-                         *sparse_tensors(X, "pifa"), X.shape[1], *index_tensors(Y.tocsc()))
+                         *sparse_tensors(X, "pifa"), X.shape[1], *label_rows)
     return csr_matrix(sums[0], sums[1], sums[2], (Y.shape[1], X.shape[1]))
 
 

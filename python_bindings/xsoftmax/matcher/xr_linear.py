@@ -1,7 +1,6 @@
 """XR-Linear: extreme multi-label classification with sparse linear classifiers on a label tree."""
 
 import json
-import time
 import warnings
 from os import PathLike, fspath
 from pathlib import Path
@@ -19,10 +18,9 @@ from .._core.options import option_text
 from .._core.ranks import digest, ranks_of
 from .._core.sparse import (csr_matrix, index_tensors, query_tensors, sparse_tensors, tensor_of)
 from ..trees.label_tree import LabelTree
-from .xr_linear_training import (Layers, Matrix, Progress, Watch, check_examples, check_pairs,
-                                 check_relevance, select_labels, dense_block, join_chunks,
-                                 estimate_work, mine_negatives, split_schemes, unite_lists,
-                                 warn_unless_unit_length)
+from .xr_linear_training import (Layers, LayerTraining, Matrix, Progress, Watch, check_examples,
+                                 check_pairs, check_relevance, select_labels, dense_block,
+                                 split_schemes, warn_unless_unit_length)
 
 _LOSSES = ("hinge", "logistic", "squared_hinge")
 _FEW_QUERIES = 256  # predictions for fewer queries are too fast to need interrupt checks
@@ -208,58 +206,26 @@ class XRLinear:
         layers = Layers(tree)
         schemes = split_schemes(negatives, len(layers.first_child), user_negatives)
         transform = "sigmoid" if loss == "logistic" else "l3-hinge"
-        begin = [[]] * len(schemes) if initial is None else initial._parts_for(layers, X.shape[1])
         seed = ranks.share_first(torch.randint(0, 2**63 - 1, (), generator=generator))
         options += f",seed={int(seed)}"
 
-        parts: List[List[Tensor]] = []
-        stats = []
-        lists: Any = None
+        def search(parts: List[List[Tensor]], nodes: int, queries: Any) -> Any:
+            matcher = torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform,
+                                                      torch.arange(nodes), parts)
+            return long_work.run("beams", matcher.predict, *queries, None, 0, beam, beam, "", "",
+                                 None)
+
+        training = LayerTraining(
+            rows, X.shape[1], layers, schemes, index_tensors(Y),
+            None if relevance is None else tensor_of(relevance),
+            None if user_negatives is None else index_tensors(user_negatives),
+            [options] * len(schemes), [[]] * len(schemes) if initial is None else
+            initial._parts_for(layers, X.shape[1]), search, dtype, ranks)
         with Watch(progress if ranks.rank == 0 or callable(progress) else False,
                    len(schemes)) as watch:
-            for depth, scheme in enumerate(schemes):
-                start = time.perf_counter()
-                mined_lists = [mine_negatives(parts, X, bias, transform, beam, ranks)
-                               ] if depth > 0 and "man" in scheme else []
-
-                def train_share() -> Any:
-                    if depth == 0:
-                        parents = torch.tensor([0, X.shape[0]
-                                                ]), torch.arange(X.shape[0], dtype=torch.int32)
-                    else:
-                        row_lists = mined_lists + ([lists] if "tfn" in scheme else [])
-                        if "user" in scheme:
-                            row_lists.append(layers.lists(depth - 1, user_negatives)[:2])
-                        parents = unite_lists(row_lists, X.shape[0])
-                    *right, costs = layers.lists(depth, Y, relevance)
-                    match_end = time.perf_counter()
-                    first, last = ranks.split_work(
-                        len(parents[0]) - 1,
-                        lambda: estimate_work(rows, layers.first_child[depth], *parents))
-                    share = f"{options},first_parent={first},last_parent={last}"
-                    layer_parts = watch.run(depth, torch.ops.xsoftmax.linear_layer_train, rows,
-                                            X.shape[1], layers.first_child[depth], parents, right,
-                                            costs, begin[depth], share)
-                    return layer_parts, right, len(parents[1]), match_end
-
-                (*layer_parts,
-                 counters), lists, num_rows, match_end = ranks.run_together(train_share)
-                layer_parts = join_chunks(*layer_parts, dtype, ranks)  # type: ignore[call-arg]
-                parts.append([layers.first_child[depth], *layer_parts])
-                num_sweeps, num_unconverged, num_weights = ranks.sum(counters).tolist()
-                stats.append({
-                    "nodes": len(lists[0]) - 1, "rows": num_rows, "weights": len(layer_parts[-1]),
-                    "weights before the threshold": int(num_weights), "sweeps": int(num_sweeps),
-                    "unconverged": int(num_unconverged), "seconds of matching": match_end - start,
-                    "seconds": time.perf_counter() - match_end
-                })
-        for name in ("seconds of matching", "seconds"):
-            for layer_stats, seconds in zip(
-                    stats,
-                    ranks.gather(
-                        torch.tensor([[layer_stats[name] for layer_stats in stats]],
-                                     dtype=torch.float64)).amax(0).tolist()):
-                layer_stats[name] = seconds
+            for first, last in training.runs():
+                training.train(first, last, watch)
+        stats = training.stats
         for depth, layer_stats in enumerate(stats if ranks.rank == 0 else []):
             if layer_stats["weights"] < layer_stats["nodes"] <= layer_stats[
                     "weights before the threshold"]:
@@ -272,8 +238,8 @@ class XRLinear:
                     "(median), and the default suits a length of 1: see "
                     "label_vectors.unit_rows", stacklevel=2)
         return XRLinear(
-            torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, layers.labels, parts),
-            stats)
+            torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, layers.labels,
+                                            training.parts), stats)
 
     def predict(self, X: Union[Matrix, Tensor, np.ndarray], topk: int = 10, beam: int = 10, *,
                 dense: Union[Tensor, np.ndarray, None] = None, only: Union[Tensor, Sequence[int],

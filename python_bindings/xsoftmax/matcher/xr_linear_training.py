@@ -1,7 +1,9 @@
 """Training of XRLinear: checks of examples, layers, negatives and progress."""
 
+import time
 import warnings
-from typing import Any, Callable, List, Optional, Sequence, Tuple, TYPE_CHECKING, Union
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TYPE_CHECKING, Union
 
 import numpy as np
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from .._core import long_work
 from .._core.ranks import SingleProcess
-from .._core.sparse import (canonical, index_tensors, sparse_tensors, tensor_of)
+from .._core.sparse import canonical, tensor_of
 from ..trees.label_tree import LabelTree
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
 Progress = Callable[[int, int, int, int], None]
+Pairs = Tuple[Tensor, Tensor]  # the offsets and columns of a matrix
 
 _NEGATIVES = ("tfn", "man", "user")
 
@@ -28,11 +31,12 @@ class Layers:
     def __init__(self, tree: LabelTree):
         sizes = tree.layer_sizes or [1]  # a one-node tree: its label is placed below an added root
         ends = np.cumsum([1, *sizes])
-        self.first_child, self.above = [], []
+        self.first_child: List[Tensor] = []
+        self.above: List[Tensor] = []
         if not tree.layer_sizes:
-            self.first_child, self.above, self.labels = [torch.tensor([0, 1])
-                                                         ], [np.zeros(1, np.int32)
-                                                             ], torch.zeros(1, dtype=torch.int64)
+            self.first_child, self.above = [torch.tensor([0, 1])
+                                            ], [torch.zeros(1, dtype=torch.int32)]
+            self.labels = torch.zeros(1, dtype=torch.int64)
             return
         for depth in range(len(sizes)):
             begin, end = (ends[depth - 1], ends[depth]) if depth > 0 else (0, 1)
@@ -46,44 +50,31 @@ class Layers:
         self.labels = tree.node_class[ends[-2]:].clone()
         node = tree.class_node
         for depth in reversed(range(len(sizes))):
-            self.above.insert(0, (node - ends[depth]).to(torch.int32).numpy())
+            self.above.insert(0, (node - ends[depth]).to(torch.int32))
             node = tree.parent[node]
 
-    def lists(self, depth: int, pairs: Matrix,
-              weights: Optional[np.ndarray] = None) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+    def num_nodes(self, depth: int) -> int:
+        return len(self.labels) if depth + 1 == len(
+            self.first_child) else len(self.first_child[depth + 1]) - 1
+
+    def lists(self, depth: int, pairs: Pairs,
+              weights: Optional[Tensor] = None) -> Tuple[Tensor, Tensor, Tensor]:
         """Returns, for each node of a layer, the rows with a label at or below it, as offsets and
         rows, and the largest weight of each such row."""
-        import scipy.sparse as sp
-
-        nodes = len(self.labels) if depth + 1 == len(
-            self.first_child) else len(self.first_child[depth + 1]) - 1
-        data = np.ones(pairs.nnz, np.float32) if weights is None else weights
-        columns = sp.csr_matrix((data, self.above[depth][pairs.indices], pairs.indptr),
-                                shape=(pairs.shape[0], nodes)).tocsc()
-        rows, offsets, data = columns.indices, columns.indptr.astype(np.int64), columns.data
-        # keep each row once per node: duplicates are adjacent
-        first = np.ones(len(rows), bool)
-        first[1:] = rows[1:] != rows[:-1]
-        first[offsets[:-1][offsets[:-1] < len(rows)]] = True
-        if not first.all():
-            starts = np.flatnonzero(first)
-            data = data if weights is None else np.maximum.reduceat(data, starts)
-            offsets = np.concatenate([[0], np.cumsum(first)])[offsets]
-            rows = rows[starts]
-        costs = None if weights is None else torch.from_numpy(data.astype(np.float32))
-        return torch.from_numpy(offsets), torch.from_numpy(rows.astype(np.int32, copy=False)), costs
+        return torch.ops.xsoftmax.node_rows([pairs[0]], [pairs[1]], [self.above[depth]],
+                                            self.num_nodes(depth), weights)
 
 
 class Watch:
-    """Runs the training of layers and reports its progress."""
+    """Reports the progress of training: each layer's own, with the time that is left for it."""
     def __init__(self, progress: Union[bool, Progress], layers: int):
-        self.progress, self.layers, self.bar = progress, layers, None
+        self.progress, self.layers, self.bar, self.layer = progress, layers, None, -1
 
     def __enter__(self) -> "Watch":
         if self.progress is True:
             from tqdm import tqdm
 
-            self.bar = tqdm(total=100 * self.layers, unit="%", disable=None,
+            self.bar = tqdm(total=100, unit="%", disable=None,
                             bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}")
         return self
 
@@ -93,18 +84,144 @@ class Watch:
 
     def show(self, layer: int, done: int, total: int) -> None:
         if self.bar is not None:
-            self.bar.set_description(f"layer {layer + 1} of {self.layers}", refresh=False)
-            self.bar.n = 100 * layer + 100 * done // max(total, 1)
+            if layer != self.layer:
+                self.bar.reset()
+                self.bar.set_description(f"layer {layer + 1} of {self.layers}", refresh=False)
+            self.layer, self.bar.n = layer, 100 * done // max(total, 1)
             self.bar.refresh()
         elif callable(self.progress):
             self.progress(layer, self.layers, done, total)
 
-    def run(self, layer: int, op: Callable[..., Tuple[Tensor, ...]], *args:
-            Any) -> Tuple[Tensor, ...]:
+    def run(self, first: int, work: List[int], *args: Any) -> List[Tensor]:
+        """Calls linear_layers_train for the layers from ``first`` on, each with its work. The
+        operator works on them in order."""
+        ends = np.cumsum(work)
+
+        def show(done: int, total: int) -> None:
+            depth = min(int(np.searchsorted(ends, done, side="right")), len(work) - 1)
+            self.show(first + depth, min(done - int(ends[depth]) + work[depth], work[depth]),
+                      work[depth])
+
         is_quiet = self.bar is None and not callable(self.progress)
-        return long_work.run(
-            f"layer {layer + 1}", op, *args,
-            show=None if is_quiet else lambda done, total: self.show(layer, done, total))
+        return long_work.run(f"layer {first + 1}", torch.ops.xsoftmax.linear_layers_train, *args,
+                             show=None if is_quiet else show)
+
+
+@dataclass
+class LayerTraining:
+    """Trains the layers of a model."""
+
+    rows: Tuple[Tensor, Tensor, Tensor]
+    """The examples."""
+    features: int
+    layers: Layers
+    schemes: List[List[str]]
+    """The names of the negatives of each layer."""
+    pairs: Pairs
+    """Examples and labels."""
+    relevance: Optional[Tensor]
+    user_negatives: Optional[Pairs]
+    options: List[str]
+    """Options of each layer."""
+    initial: List[List[Tensor]]
+    """Parts of each layer, or empty lists."""
+    search: Callable[..., Tuple[Tensor, Tensor, Tensor]]
+    """search(parts, nodes, rows): returns the nodes that the beam of each row reaches."""
+    dtype: Optional[torch.dtype]
+    ranks: SingleProcess
+
+    def __post_init__(self) -> None:
+        self.parts: List[List[Tensor]] = []
+        self.stats: List[Dict[str, float]] = []
+        self.labels: Any = None  # the rows of each node of the last layer that was trained
+
+    def runs(self) -> List[Tuple[int, int]]:
+        """Returns ranges of layers that are trained together: those after a layer with beams of
+        their own ("man") do not need the layers before them."""
+        starts = [
+            0, *(depth for depth, scheme in enumerate(self.schemes)
+                 if depth > 0 and "man" in scheme)
+        ]
+        return list(zip(starts, [*starts[1:], len(self.schemes)]))
+
+    def train(self, first: int, last: int, watch: Watch) -> None:
+        """Trains the layers from ``first`` to ``last - 1``."""
+        start = time.perf_counter()
+        depths, ranks = range(first, last), self.ranks
+        mined = self._mine() if first > 0 and "man" in self.schemes[first] else None
+
+        def train_share() -> Any:
+            parents, labels = [], []
+            for depth in depths:
+                parents.append(self._parents(depth, mined if depth == first else None, labels))
+                labels.append(self.layers.lists(depth, self.pairs, self.relevance))
+            match_end = time.perf_counter()
+            work, shares = [], []
+            for depth, (offsets, numbers) in zip(depths, parents):
+                first_child = self.layers.first_child[depth]
+                begin, end = ranks.split_work(
+                    len(offsets) - 1,
+                    lambda: estimate_work(self.rows, first_child, offsets, numbers))
+                shares.append(f"{self.options[depth]},first_parent={begin},last_parent={end}")
+                work.append(int((offsets.diff() * first_child.diff())[begin:end].sum()))
+            trained = watch.run(
+                first, work, self.rows, self.features,
+                [self.layers.first_child[depth] for depth in depths],
+                [part for each in parents for part in each],
+                [part for each in labels for part in each[:2]],
+                [] if self.relevance is None else [each[2] for each in labels],
+                [part for depth in depths for part in self.initial[depth]], shares)
+            return trained, labels, [len(each[1]) for each in parents], match_end
+
+        trained, labels, num_rows, match_end = ranks.run_together(train_share)
+        *layer_parts, tasks = trained
+        busy = [float(tasks[tasks[:, 0] == i, 3].sum()) for i in range(len(depths))]
+        for i, depth in enumerate(depths):
+            *parts, counters = layer_parts[6 * i:6 * i + 6]
+            parts = join_chunks(*parts, self.dtype, ranks)
+            self.parts.append([self.layers.first_child[depth], *parts])
+            num_sweeps, num_unconverged, num_weights = ranks.sum(counters).tolist()
+            self.stats.append({
+                "nodes": len(labels[i][0]) - 1, "rows": num_rows[i], "weights": len(parts[-1]),
+                "weights before the threshold": int(num_weights), "sweeps": int(num_sweeps),
+                "unconverged": int(num_unconverged)
+            })
+        # Layers that are trained together share the seconds as they share the threads.
+        end = time.perf_counter()
+        seconds = [[(match_end - start) / len(depths), (end - match_end) * each / (sum(busy) or 1)]
+                   for each in busy]
+        slowest = ranks.gather(torch.tensor([seconds], dtype=torch.float64)).amax(0).tolist()
+        for stats, (matching, training) in zip(self.stats[first:], slowest):
+            stats.update({"seconds of matching": matching, "seconds": training})
+        self.labels = labels[-1]
+
+    def _parents(self, depth: int, mined: Optional[Pairs], labels: List[Any]) -> Pairs:
+        """Returns the training rows of each node above a layer."""
+        if depth == 0:
+            count = len(self.rows[0]) - 1
+            return torch.tensor([0, count]), torch.arange(count, dtype=torch.int32)
+        scheme, above = self.schemes[depth], self.layers.above[depth - 1]
+        if scheme == ["tfn"]:
+            return (labels[-1] if labels else self.labels)[:2]
+        matrices = [] if mined is None else [
+            (*mined, torch.arange(self.layers.num_nodes(depth - 1), dtype=torch.int32))
+        ]
+        if "tfn" in scheme:
+            matrices.append((*self.pairs, above))
+        if "user" in scheme and self.user_negatives is not None:
+            matrices.append((*self.user_negatives, above))
+        return torch.ops.xsoftmax.node_rows(*map(list, zip(*matrices)),
+                                            self.layers.num_nodes(depth - 1))[:2]
+
+    def _mine(self) -> Pairs:
+        """Returns the nodes of the last trained layer that the beam search of each row reaches."""
+        offsets, columns, values = self.rows
+        nodes, ranks = int(self.parts[-1][0][-1]), self.ranks
+        first, last = ranks.split_work(len(offsets) - 1, lambda: offsets.diff() + 1)
+        begin, end = int(offsets[first]), int(offsets[last])
+        share = offsets[first:last + 1] - begin, columns[begin:end], values[begin:end]
+        found, labels, _ = ranks.run_together(lambda: self.search(self.parts, nodes, share))
+        return count_offsets(ranks.gather(found.diff())), ranks.gather(labels).to(torch.int32)
 
 
 def check_examples(X: Matrix, Y: Matrix) -> Tuple[Matrix, Matrix]:
@@ -171,28 +288,6 @@ def split_schemes(negatives: Union[str, Sequence[str]], depth: int,
     return schemes
 
 
-def mine_negatives(parts: List[List[Tensor]], X: Matrix, bias: float, transform: str, beam: int,
-                   ranks: SingleProcess) -> Tuple[Tensor, Tensor]:
-    """Returns, for each node of the last trained layer, the rows whose beam search reaches it."""
-    import scipy.sparse as sp
-
-    nodes = int(parts[-1][0][-1])
-    first, last = ranks.split_work(X.shape[0],
-                                   lambda: torch.from_numpy(np.diff(X.indptr).astype(np.int64) + 1))
-
-    def search() -> Tuple[Tensor, Tensor, Tensor]:
-        model = torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, torch.arange(nodes),
-                                                parts)
-        rows = sparse_tensors(X if ranks.size == 1 else X[first:last])
-        return long_work.run("beams", model.predict, *rows, None, 0, beam, beam, "", "", None)
-
-    offsets, labels, _ = ranks.run_together(search)
-    offsets, labels = count_offsets(ranks.gather(offsets.diff())), ranks.gather(labels)
-    columns = sp.csr_matrix((np.ones(len(labels), np.int8), labels.numpy(), offsets.numpy()),
-                            shape=(X.shape[0], nodes)).tocsc()
-    return index_tensors(columns)
-
-
 def count_offsets(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
@@ -213,20 +308,6 @@ def join_chunks(chunk: Tensor, feature: Tensor, row: Tensor, child: Tensor, valu
         count_offsets(ranks.gather(chunk.diff())),
         *(ranks.gather(part) for part in (feature, row, child, value))
     ]
-
-
-def unite_lists(lists: List[Tuple[Tensor, Tensor]], rows: int) -> Tuple[Tensor, Tensor]:
-    """Returns, for each node, the union of its rows in all lists."""
-    import scipy.sparse as sp
-
-    if len(lists) == 1:
-        return lists[0][0], lists[0][1]
-    nodes = len(lists[0][0]) - 1
-    columns = sum(
-        sp.csc_matrix((np.ones(len(of), np.int8), of.numpy(), offsets.numpy()), shape=(rows, nodes))
-        for offsets, of in lists)
-    columns.sort_indices()
-    return index_tensors(columns)
 
 
 def narrow_weights(values: Tensor, dtype: Optional[torch.dtype], ranks: SingleProcess) -> Tensor:

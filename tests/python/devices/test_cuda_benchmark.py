@@ -54,6 +54,7 @@ def test_the_program_runs_parts_and_writes_a_record(tmp_path):
     assert found["machine"]["gpu"] == "cpu" and "benchmarks/cuda.py" in found["command"]
 
 
+@pytest.mark.slow
 def test_a_part_that_cannot_run_is_a_row(tmp_path):
     """And a record of earlier figures stays if nothing was measured."""
     record = tmp_path / "record.json"

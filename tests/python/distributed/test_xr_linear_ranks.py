@@ -297,7 +297,7 @@ def test_trees_that_ranks_cannot_build_together_are_refused():
 
 
 def test_a_layer_trained_in_parts_equals_the_whole_layer():
-    """linear_layer_train on ranges of parents, concatenated, equals one call, order of visits
+    """linear_layers_train on ranges of parents, concatenated, equals one call, order of visits
     included; one parent has many children."""
     random = np.random.default_rng(0)
     rows = sp.random(60, 30, 0.3, format="csr", dtype=np.float32, random_state=1)
@@ -315,9 +315,9 @@ def test_a_layer_trained_in_parts_equals_the_whole_layer():
     parents, labels = lists(5), lists(304)
 
     def made(first, last):
-        return torch.ops.xsoftmax.linear_layer_train(
-            examples, 30, first_child, parents, labels, None, [],
-            f"threshold=0,seed=3,first_parent={first},last_parent={last}")
+        return torch.ops.xsoftmax.linear_layers_train(
+            examples, 30, [first_child], parents, labels, [], [],
+            [f"threshold=0,seed=3,first_parent={first},last_parent={last}"])
 
     whole = made(0, "none")
     assert whole[2].dtype == torch.int32  # a parent has more than 256 children

@@ -64,6 +64,7 @@ def test_the_package_of_the_page_gives_the_answers_of_the_model(page):
         torch.testing.assert_close(log_probs, want[0].detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_exported_index_of_the_page_gives_the_results_of_search(page):
     names, _ = page
     queries = torch.randn(4, 32)

@@ -146,6 +146,7 @@ def data_parallel(rank, kind):
     return torch.tensor(values), model.state_dict()["lm_head.weight"].clone()
 
 
+@pytest.mark.slow
 def test_data_parallel_transformers_train_like_the_plain_model():
     pytest.importorskip(
         "transformers", reason="transformers is not installed: pip install "

@@ -1,4 +1,4 @@
-"""linear_layer_train against a solver of torch, and search in layers against dense products."""
+"""linear_layers_train against a solver of torch, and search in layers against dense products."""
 
 import numpy as np
 import pytest
@@ -43,8 +43,10 @@ def rows_of(x):
 
 def train(x, of_parent, of_child, first_child, costs=None, **options):
     options = option_text(**(OPTIONS | options))
-    return ops.linear_layer_train(rows_of(x), x.shape[1], first_child, lists(of_parent),
-                                  lists(of_child), costs, [], options)
+    *layer, _ = ops.linear_layers_train(rows_of(x), x.shape[1], [first_child], lists(of_parent),
+                                        lists(of_child), [] if costs is None else [costs], [],
+                                        [options])
+    return layer
 
 
 def dense(layer, first_child, features):
@@ -293,7 +295,7 @@ BAD = [
 
 @pytest.mark.parametrize("options, error, message", BAD)
 def test_wrong_options_are_refused(options, error, message):
-    with pytest.raises(error, match="linear_layer_train: .*" + message):
+    with pytest.raises(error, match="linear_layers_train: .*" + message):
         train(X, PARENTS, CHILDREN, FIRST, **options)
 
 
@@ -303,7 +305,8 @@ def test_wrong_tensors_are_refused():
 
     def call(rows=(offsets, columns, values), features=40, first=FIRST, parent=parent, child=child,
              costs=None, initial=()):
-        return ops.linear_layer_train(rows, features, first, parent, child, costs, initial)
+        return ops.linear_layers_train(rows, features, [first], parent, child,
+                                       [] if costs is None else [costs], initial, [""])
 
     call()
     for change, error, message in (
@@ -329,6 +332,72 @@ def test_wrong_tensors_are_refused():
     ):
         with pytest.raises(error, match=message):
             call(**change)
+
+
+def test_layers_trained_together_equal_layers_trained_alone():
+    """Layers of 1, 3 and 48 parents, in one pool, for one and several threads."""
+    layers = [problem(seed=seed, parents=parents, children=children)[1:]
+              for seed, (parents, children) in enumerate([(1, 3), (3, 16), (48, 5)])]
+    alone = [train(X, *layer, seed=7) for layer in layers]
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 5):
+            torch.set_num_threads(count)
+            *parts, tasks = ops.linear_layers_train(
+                rows_of(X), X.shape[1], [layer[2] for layer in layers],
+                [part for layer in layers for part in lists(layer[0])],
+                [part for layer in layers for part in lists(layer[1])], [], [],
+                [option_text(**OPTIONS, seed=7)] * 3)
+            assert all(torch.equal(part, one)
+                       for part, one in zip(parts, (one for layer in alone for one in layer)))
+            assert sorted(set(tasks[:, 0].tolist())) == [0, 1, 2] and (tasks[:, 3] > 0).all()
+            assert tasks[:, 0].diff().min() >= 0  # in the order of layers
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_rows_of_nodes_are_those_of_a_dense_matrix():
+    """Of two matrices, with enough pairs for several threads; costs of a single one."""
+    random = np.random.default_rng(0)
+    first, second = (sp.random(3000, 90, 0.4, format="csr", dtype=np.float32, random_state=seed)
+                     for seed in (1, 2))
+    nodes = [torch.from_numpy(random.integers(0, 50, 90).astype(np.int32)) for _ in range(2)]
+    paired = np.zeros((3000, 50), np.float32)
+    for matrix, node in zip((first, second), nodes):
+        for column in range(90):
+            paired[:, node[column]] = np.maximum(paired[:, node[column]],
+                                                 matrix[:, [column]].toarray()[:, 0])
+    matrices = [rows_of(matrix) for matrix in (first, second)]
+    offsets, rows, costs = ops.node_rows([part[0] for part in matrices],
+                                         [part[1] for part in matrices], nodes, 50)
+    want_node, want_row = paired.T.nonzero()
+    assert rows.tolist() == want_row.tolist() and len(costs) == 0
+    assert offsets.diff().tolist() == np.bincount(want_node, minlength=50).tolist()
+    alone = np.zeros((3000, 50), np.float32)
+    for column in range(90):
+        np.maximum(alone[:, nodes[0][column]], first[:, [column]].toarray()[:, 0],
+                   out=alone[:, nodes[0][column]])
+    _, _, costs = ops.node_rows([matrices[0][0]], [matrices[0][1]], nodes[:1], 50, matrices[0][2])
+    assert np.array_equal(costs.numpy(), alone.T[alone.T > 0])
+
+
+def test_wrong_rows_of_nodes_are_refused():
+    offsets, columns, values = rows_of(X)
+    nodes = torch.zeros(40, dtype=torch.int32)
+    for arguments, error, message in (
+        (([], [], [], 1), ValueError, "at least one matrix, got 0, 0 and 0"),
+        (([offsets], [columns], [nodes + 1], 1), IndexError, r"nodes in \[0, 1\), got 1"),
+        (([offsets], [columns + 1], [nodes], 1), IndexError, r"columns in \[0, 40\), got 40"),
+        (([offsets], [columns], [nodes.long()], 1), TypeError, "nodes of dtype int32"),
+        (([offsets, offsets[:-1]], [columns, columns[:int(offsets[-2])]], [nodes] * 2, 1),
+         ValueError, "those of the first matrix"),
+        (([offsets] * 2, [columns] * 2, [nodes] * 2, 1, values), ValueError,
+         "costs with one matrix, got 2"),
+        (([offsets], [columns], [nodes], 1, values[1:]), ValueError, "costs with size"),
+        (([offsets], [columns], [nodes], -1), ValueError, "num_nodes of at least 0, got -1"),
+    ):
+        with pytest.raises(error, match="node_rows: .*" + message):
+            ops.node_rows(*arguments)
 
 
 def test_a_broken_model_and_wrong_queries_are_refused():

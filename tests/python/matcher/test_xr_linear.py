@@ -10,6 +10,7 @@ import torch
 
 import xsoftmax as xs
 from xr_linear_checks import layer_margins, parts, problem, same, small
+from xsoftmax._core.sparse import index_tensors
 from xsoftmax.matcher.xr_linear_training import Layers
 
 
@@ -72,9 +73,9 @@ def test_each_layer_is_trained_on_the_rows_of_its_parents():
         parents = (torch.tensor([0, 300]),
                    torch.arange(300, dtype=torch.int32)) if depth == 0 else lists(nodes[depth])
         first = torch.tensor(first_child[depth])
-        *made, _ = torch.ops.xsoftmax.linear_layer_train(rows, 60, first, parents,
-                                                         lists(nodes[depth + 1]), None, [],
-                                                         f"seed={seed}")
+        *made, _, _ = torch.ops.xsoftmax.linear_layers_train(rows, 60, [first], parents,
+                                                             lists(nodes[depth + 1]), [], [],
+                                                             [f"seed={seed}"])
         assert same(model.model.layer(depth), [first, *made])
     assert model.model.labels().tolist() == [3, 0, 1, 2, 4, 5, 6, 9, 8, 7]
 
@@ -133,7 +134,8 @@ def test_relevance_of_an_inner_node_is_the_largest_below():
         for row, label, relevance in zip(*pairs.nonzero(), pairs.data.astype(np.float32)):
             key = int(layers.above[depth][label]), int(row)
             want[key] = max(want.get(key, 0), relevance)
-        offsets, rows, costs = layers.lists(depth, pairs, pairs.data)
+        offsets, rows, costs = layers.lists(depth, index_tensors(pairs),
+                                            torch.from_numpy(pairs.data).float())
         assert want == {(node, int(rows[t])): costs[t].item()
                         for node in range(len(offsets) - 1)
                         for t in range(offsets[node], offsets[node + 1])}

@@ -9,6 +9,7 @@ import torch
 from threaded_use import findings, replaced_head_case
 
 
+@pytest.mark.slow
 def test_every_object_with_state_survives_three_threads():
     """Each object works afterwards, its invariants hold, and each thread completed a call.
 

@@ -60,6 +60,7 @@ BEFORE = {
 }
 
 
+@pytest.mark.slow
 def test_programs_of_the_distributed_page_run(tmp_path):
     blocks = programs_of(DOCS / "howto/distributed.md")
     text = GIVEN

@@ -50,8 +50,14 @@ def layer_training():
     labels = [torch.arange(7) * 4, torch.arange(0, 8, 2, dtype=torch.int32).repeat(6)]
     options = ("loss=squared_hinge,bias=1,positive_cost=1,negative_cost=1,tolerance=0.1,sweeps=10,"
                "threshold=0,max_weights=none,seed=0")
-    return ([*sparse_rows(8, 6)], 6, torch.tensor([0, 3, 6]), [*all_rows(2, 8)], labels,
-            torch.rand(24), [], options, torch.zeros(3, dtype=torch.int64))
+    return ([*sparse_rows(8, 6)], 6, [torch.tensor([0, 3, 6])], [*all_rows(2, 8)], labels,
+            [torch.rand(24)], [], [options])
+
+
+def row_nodes():
+    """Returns arguments for the rows of three nodes."""
+    offsets, columns, values = sparse_rows(8, 6)
+    return [offsets], [columns], [torch.arange(6, dtype=torch.int32) // 2], 3, values
 
 
 def linear_model():
@@ -60,9 +66,9 @@ def linear_model():
         first_child = torch.linspace(0, children, parents + 1).long()
         labels = torch.arange(children + 1) * 4, torch.arange(0, 8, 2,
                                                               dtype=torch.int32).repeat(children)
-        training = sparse_rows(8, 6), 6, first_child, all_rows(parents, 8), labels, None, []
+        training = sparse_rows(8, 6), 6, [first_child], all_rows(parents, 8), labels, [], []
         layers.append(
-            [first_child, *ops.linear_layer_train(*training, "sweeps=10,threshold=0")[:5]])
+            [first_child, *ops.linear_layers_train(*training, ["sweeps=10,threshold=0"])[:5]])
     return torch.classes.xsoftmax.XRLinear, (6, 1.0, "l3-hinge", torch.randperm(6), layers)
 
 
@@ -288,7 +294,7 @@ def samples():
         linear_cross_entropy_with_gradients=(ones, input, weight, bias, target, class_weight, exact,
                                              mask),
         linear_entropy=(input, weight, bias, logits),
-        linear_layer_train=layer_training(),
+        linear_layers_train=layer_training(),
         linear_log_prob=(input, weight, bias, private, logits),
         linear_positives_loss=(input, weight, bias, integers(N, Q, 3), class_weight, reduction),
         linear_scores=(input, weight, bias),
@@ -328,6 +334,7 @@ def samples():
         midx_step_=(weight, bias, torch.tensor(4), midx, MIDX + ",refresh_every=4"),
         midx_training_slots=(seed, N, 7),
         midx_update_=(weight, bias, shared, step, midx, MIDX),
+        node_rows=row_nodes(),
         positives_cross_entropy=(input, weight, bias, integers(N, Q, 3), torch.rand(
             Q, 3), "z_loss=0.1,softcap=2.0"),
         positives_cross_entropy_backward=(ones, input, weight, bias, integers(

@@ -168,6 +168,7 @@ def test_a_refused_file_keeps_its_mark(path):
         path + ".row_sgd").read_bytes() == before and state_of(path + ".row_sgd") == "dirty"
 
 
+@pytest.mark.slow
 def test_an_exit_leaves_whole_files(path):
     """Without closing them, also after an error."""
     code = (f"import torch, xsoftmax as xs; weight = xs.tables.mapped({path!r}, {N}, {D}, "
@@ -228,6 +229,7 @@ def test_a_file_in_use_by_another_process_is_refused(path):
     assert xs.tables.open(path).data_ptr() == weight.data_ptr()
 
 
+@pytest.mark.slow
 def test_pending_updates_are_written_at_exit(path):
     """Without a flush the rows equal those after the optimizer's flush."""
     program = """if True:

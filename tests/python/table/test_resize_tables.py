@@ -287,6 +287,7 @@ except (RuntimeError, MemoryError):
 """
 
 
+@pytest.mark.slow
 def test_out_of_memory_for_one_table_changes_none():
     """Tables of different lengths could not be trained, saved or resized again."""
     if not Path("/proc/self/statm").is_file():

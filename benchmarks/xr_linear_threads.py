@@ -1,0 +1,165 @@
+"""Measures how the training of XR-Linear scales with threads, and simulates more threads than this
+machine has.
+
+    python benchmarks/xr_linear_threads.py [--gowalla FOLDER] [--threads 1 2] [--repeats 5]
+                                           [--json [FILE]]
+
+Training consists of label vectors (PIFA), tree and layers. Numbers of threads take turns; times are
+medians. The generated set has 60,000 examples, 60,000 features and 30,000 labels.
+
+The simulation takes the time of each task of a run on one thread, and hands the tasks out in the
+same order to 1 to 64 threads: a thread without work takes the next task. Everything else counts
+with its whole time on one thread, though much of it runs on several. What the simulation leaves out
+is that threads share caches and memory bandwidth: compare it with the times that were measured.
+"""
+
+import argparse
+import heapq
+import statistics
+import time
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+import torch
+
+import extreme_data
+import xsoftmax as xs
+from records import add_json, report, table
+
+SIMULATED = (1, 2, 4, 8, 15, 32, 64)
+
+
+class Recorder:
+    """Stands in for an operator whose last result lists its tasks, and keeps that list."""
+    def __init__(self, name: str) -> None:
+        self.name, self.op, self.tasks = name, getattr(torch.ops.xsoftmax, name), []
+
+    def __call__(self, *args):
+        result = self.op(*args)
+        self.tasks.append(result[-1])
+        return result
+
+    def __enter__(self) -> "Recorder":
+        setattr(torch.ops.xsoftmax, self.name, self)
+        return self
+
+    def __exit__(self, *_) -> None:
+        setattr(torch.ops.xsoftmax, self.name, self.op)
+
+
+def generated() -> tuple:
+    parts = extreme_data.generated(60_000, 10_000, 60_000, 30_000, 3, 100, seed=0)
+    return (*parts["train"], parts["test"][0])
+
+
+def gowalla(folder: Path) -> tuple:
+    parts = extreme_data.split(*extreme_data.gowalla(folder), seed=0)
+    return (*parts["train"], parts["test"][0])
+
+
+def clean(matrix):
+    matrix = matrix.tocsr().astype(np.float32)
+    matrix.sort_indices()
+    return matrix
+
+
+def train(X, Y) -> tuple[dict[str, float], xs.XRLinear, Recorder]:
+    """Returns the seconds of each step of training."""
+    def steps() -> Iterator[float]:
+        yield time.perf_counter()
+        vectors = xs.label_vectors.pifa(X, Y)
+        yield time.perf_counter()
+        tree = xs.LabelTree.from_vectors(vectors, 16, max_leaf_size=100, generator=generator)
+        yield time.perf_counter()
+        with recorder:
+            models.append(xs.XRLinear.train(X, Y, tree=tree, generator=generator))
+        yield time.perf_counter()
+
+    generator, recorder = torch.Generator().manual_seed(0), Recorder("linear_layers_train")
+    models: list[xs.XRLinear] = []
+    seconds = np.diff(list(steps())).tolist()
+    return dict(zip(("label vectors", "tree", "layers"), seconds)) | {
+        "training": sum(seconds)
+    }, models[0], recorder
+
+
+def simulate(seconds: list[float], threads: int) -> float:
+    """Returns when the last task ends, if each thread without work takes the next one."""
+    free = [0.0] * threads
+    for task in seconds:
+        heapq.heapreplace(free, free[0] + task)
+    return max(free)
+
+
+def measure(args: argparse.Namespace, name: str, X, Y, queries) -> list[dict]:
+    X, Y, queries = clean(X), clean(Y), clean(queries)
+    runs: dict[int, list[dict[str, float]]] = {threads: [] for threads in args.threads}
+    tasks: list[torch.Tensor] = []
+    for round_ in range(args.repeats + 1):
+        for threads in args.threads:
+            torch.set_num_threads(threads)
+            seconds, model, recorder = train(X, Y)
+            begin = time.perf_counter()
+            model.predict(queries)
+            seconds["prediction"] = time.perf_counter() - begin
+            if round_ > 0:
+                runs[threads].append(seconds)
+            if threads == 1:
+                tasks = recorder.tasks
+    medians = {
+        threads: {step: statistics.median(run[step] for run in each) for step in each[0]}
+        for threads, each in runs.items()
+    }
+    one, pools = medians[1], [task[:, 3].tolist() for task in tasks]
+    rest = one["training"] - sum(map(sum, pools))
+    simulated = {
+        threads: rest + sum(simulate(pool, threads) for pool in pools) for threads in SIMULATED
+    }
+    levels = torch.cat(tasks)
+    rows = [{
+        "set": name, "step": step, **{
+            f"{threads} threads, s": f"{medians[threads][step]:.3f}" for threads in args.threads
+        }, **{
+            f"1 / {threads} threads": f"{one[step] / medians[threads][step]:.2f}"
+            for threads in args.threads if threads > 1
+        }
+    } for step in one]
+    schedule = [{
+        "set": name, "threads": threads, "training, simulated, s": f"{seconds:.3f}",
+        "1 thread / simulated": f"{simulated[1] / seconds:.2f}",
+        "measured, s": f"{medians[threads]['training']:.3f}" if threads in medians else ""
+    } for threads, seconds in simulated.items()]
+    by_level = [{
+        "set": name, "level": int(level) + 1, "tasks": int((levels[:, 0] == level).sum()),
+        "seconds of one thread": f"{float(levels[levels[:, 0] == level, 3].sum()):.3f}",
+        "longest task, s": f"{float(levels[levels[:, 0] == level, 3].max()):.3f}"
+    } for level in levels[:, 0].unique()]
+    return [rows, schedule, by_level, {
+        "set": name, "medians": medians, "simulated": simulated, "outside tasks": rest
+    }]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gowalla", type=Path, help="the folder of train.txt and test.txt")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="1 and others")
+    parser.add_argument("--repeats", type=int, default=5)
+    add_json(parser)
+    args = parser.parse_args()
+    if 1 not in args.threads:
+        parser.error(f"--threads: expected 1 and others, got {args.threads}")
+    sets = {"generated": generated} | ({
+        "Gowalla": lambda: gowalla(args.gowalla)
+    } if args.gowalla else {})
+    found = [measure(args, name, *make()) for name, make in sets.items()]
+    titles = ("Training and prediction", "Training on more threads, simulated", "Time by level")
+    report(args, __doc__, question="How does the training of XR-Linear scale with threads?",
+           against="one thread", threads=max(args.threads),
+           tables=[table(sum((one[i] for one in found), []), title)
+                   for i, title in enumerate(titles)], figures=[one[3] for one in found])
+
+
+if __name__ == "__main__":
+    main()

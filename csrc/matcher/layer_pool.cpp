@@ -1,0 +1,175 @@
+#include "matcher/layer_pool.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+namespace xsoftmax {
+namespace {
+
+// A parent's groups are split over tasks if they are more than this share of a thread's work.
+constexpr int64_t kTasksPerThread = 16;
+
+int64_t groups_of(int64_t children, int64_t group_size) {
+  return (children + group_size - 1) / group_size;
+}
+
+/// Returns the work of all trained parents, in units of rows times children.
+int64_t total_work(const std::vector<LayerTask>& layers) {
+  int64_t total = 0;
+  for (const LayerTask& layer : layers) {
+    for (int64_t p = layer.training.first_parent; p < layer.training.last_parent; ++p) {
+      total += layer.parents.size(p) * layer.children(p);
+    }
+  }
+  return total;
+}
+
+/// Merges groups of siblings, each in the order of columns, into one chunk.
+LayerChunk merge(const std::vector<std::vector<ChildWeight>>& groups, const ParentRows& rows) {
+  LayerChunk chunk;
+  std::vector<size_t> at(groups.size(), 0);
+  size_t total = 0;
+  for (const auto& group : groups) {
+    total += group.size();
+  }
+  chunk.child.reserve(total);
+  chunk.value.reserve(total);
+  for (int64_t j = 0; j < rows.columns(); ++j) {
+    const size_t before = chunk.value.size();
+    for (size_t g = 0; g < groups.size(); ++g) {
+      for (; at[g] < groups[g].size() && groups[g][at[g]].column == j; ++at[g]) {
+        chunk.child.push_back(groups[g][at[g]].child);
+        chunk.value.push_back(groups[g][at[g]].value);
+      }
+    }
+    if (chunk.value.size() > before) {
+      chunk.feature.push_back(rows.feature(j));
+      chunk.more.push_back(int32_t(chunk.value.size() - before - 1));
+    }
+  }
+  return chunk;
+}
+
+} // namespace
+
+int64_t siblings_per_group(const LayerTask& layer) {
+  constexpr int64_t kFewGroups = 4;
+  int64_t groups = 0;
+  for (int64_t p = 0; p < layer.parents.count && groups <= kFewGroups; ++p) {
+    groups += groups_of(layer.children(p), kSiblingLanes);
+  }
+  return groups <= kFewGroups ? 4 : kSiblingLanes;
+}
+
+LayerPool::LayerPool(const char* op, const SparseRowsView& examples,
+                     const std::vector<LayerTask>& layers)
+    : examples_(examples), layers_(layers), work_(op, total_work(layers)),
+      trained_(layers.size()), shared_(layers.size()) {
+  for (const LayerTask& layer : layers) {
+    group_size_.push_back(siblings_per_group(layer));
+  }
+}
+
+int64_t LayerPool::groups(size_t layer, int64_t parent) const {
+  return groups_of(layers_[layer].children(parent), group_size_[layer]);
+}
+
+void LayerPool::make_tasks() {
+  const auto work = [&](const GroupTask& task) {
+    return layers_[task.layer].parents.size(task.parent) * (task.last_group - task.first_group);
+  };
+  std::vector<GroupTask> parents;
+  int64_t total = 0;
+  for (size_t d = 0; d < layers_.size(); ++d) {
+    const auto [first, last] =
+        std::pair(layers_[d].training.first_parent, layers_[d].training.last_parent);
+    trained_[d].chunks.resize(last - first);
+    shared_[d].resize(last - first);
+    for (int64_t p = first; p < last; ++p) {
+      parents.push_back({int32_t(d), p, 0, groups(d, p)});
+      total += work(parents.back());
+    }
+  }
+  const int64_t largest = total / (kTasksPerThread * at::get_num_threads());
+  for (const GroupTask& parent : parents) {
+    const int64_t rows = layers_[parent.layer].parents.size(parent.parent),
+                  count = parent.last_group,
+                  per_task = std::max<int64_t>(1, largest / std::max<int64_t>(1, rows));
+    if (per_task < count) {
+      auto& shared = shared_[parent.layer][place(parent)];
+      shared = std::make_unique<SharedRows>();
+      shared->groups.resize(count);
+      shared->tasks_left = groups_of(count, per_task);
+    }
+    int64_t g = 0;
+    do { // a parent without children has one task, which leaves an empty chunk
+      const int64_t end = std::min(g + per_task, count);
+      tasks_.push_back({parent.layer, parent.parent, g, end});
+      g = end;
+    } while (g < count);
+  }
+  // Layer by layer, so that progress is that of a layer; within a layer, the longest tasks first.
+  std::stable_sort(tasks_.begin(), tasks_.end(), [&](const GroupTask& a, const GroupTask& b) {
+    return a.layer != b.layer ? a.layer < b.layer : work(a) > work(b);
+  });
+}
+
+std::vector<TrainedLayer> LayerPool::train() {
+  make_tasks();
+  std::atomic<size_t> next = 0;
+  std::mutex adding;
+  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
+    Worker worker(*this);
+    for (size_t t = next++; t < tasks_.size() && !work_.stopped(); t = next++) {
+      const auto begin = std::chrono::steady_clock::now();
+      run(tasks_[t], worker);
+      tasks_[t].seconds =
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    }
+    const std::lock_guard lock(adding);
+    for (size_t d = 0; d < layers_.size(); ++d) {
+      trained_[d].stats += worker.stats[d];
+    }
+  });
+  work_.check();
+  return std::move(trained_);
+}
+
+void LayerPool::run(GroupTask& task, Worker& worker) {
+  const LayerTask& layer = layers_[task.layer];
+  const auto gather = [&](ParentRows& rows) {
+    rows.gather(examples_, layer.parents.row + layer.parents.offset[task.parent],
+                layer.parents.size(task.parent), layer.training.bias, worker.place);
+  };
+  LayerChunk& chunk = trained_[task.layer].chunks[place(task)];
+  auto& shared = shared_[task.layer][place(task)];
+  if (shared == nullptr) {
+    gather(worker.rows);
+    worker.groups.resize(task.last_group);
+    train_groups(task, worker.rows, worker.groups, worker);
+    chunk = merge(worker.groups, worker.rows);
+    return;
+  }
+  std::call_once(shared->gathered, [&] { gather(shared->rows); });
+  train_groups(task, shared->rows, shared->groups, worker);
+  if (shared->tasks_left.fetch_sub(1) == 1) {
+    chunk = merge(shared->groups, shared->rows);
+    shared.reset();
+  }
+}
+
+void LayerPool::train_groups(const GroupTask& task, const ParentRows& rows, Groups& groups,
+                             Worker& worker) {
+  const LayerTask& layer = layers_[task.layer];
+  const int64_t size = group_size_[task.layer];
+  for (int64_t g = task.first_group; g < task.last_group; ++g) {
+    const int64_t child = g * size, count = std::min(size, layer.children(task.parent) - child);
+    groups[g].clear();
+    worker.trainer.train(layer, rows, task.parent, child, count, groups[g],
+                         worker.stats[task.layer]);
+    work_.add(rows.count() * count);
+  }
+}
+
+} // namespace xsoftmax

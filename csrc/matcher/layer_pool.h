@@ -1,0 +1,93 @@
+#pragma once
+
+#include "matcher/sibling_trainer.h"
+#include "op/long_work.h"
+#include "table/sparse_rows.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace xsoftmax {
+
+/// The weights of one parent's children, by feature.
+struct LayerChunk {
+  std::vector<int32_t> feature, more, child; ///< as in linear_layer.h
+  std::vector<float> value;
+};
+
+/// Trained parents of a layer: those from first_parent to last_parent - 1.
+struct TrainedLayer {
+  std::vector<LayerChunk> chunks;
+  LayerStats stats;
+};
+
+/// Groups of a parent's children that one thread trains, and how long that took.
+struct GroupTask {
+  int32_t layer;
+  int64_t parent, first_group, last_group;
+  double seconds = 0;
+};
+
+/// Returns the number of siblings that are trained together in a layer. It depends on the shape of
+/// the layer only, since a classifier's bits depend on its group.
+///
+/// Wide groups share the most work. But the first layers of a tree have few groups, each of them on
+/// all examples, so with wide groups a single task would take as long as all other work on many
+/// threads.
+int64_t siblings_per_group(const LayerTask& layer);
+
+/// Trains layers whose training rows are known. All groups of all layers are one pool of tasks: a
+/// thread without work takes the next one. A layer is no barrier.
+class LayerPool {
+ public:
+  LayerPool(const char* op, const SparseRowsView& examples, const std::vector<LayerTask>& layers);
+
+  std::vector<TrainedLayer> train();
+  /// Returns the tasks in the order in which they began.
+  const std::vector<GroupTask>& tasks() const { return tasks_; }
+
+ private:
+  using Groups = std::vector<std::vector<ChildWeight>>;
+
+  /// A parent with several tasks, which share its rows.
+  struct SharedRows {
+    std::once_flag gathered;
+    ParentRows rows;
+    Groups groups;
+    std::atomic<int64_t> tasks_left = 0;
+  };
+  /// What a thread keeps between tasks.
+  struct Worker {
+    Worker(const LayerPool& pool)
+        : place(pool.examples_.features, -1), trainer(pool.work_), stats(pool.layers_.size()) {}
+
+    std::vector<int32_t> place; // scratch of ParentRows::gather
+    ParentRows rows;
+    Groups groups;
+    SiblingTrainer trainer;
+    std::vector<LayerStats> stats;
+  };
+
+  void make_tasks();
+  void run(GroupTask& task, Worker& worker);
+  void train_groups(const GroupTask& task, const ParentRows& rows, Groups& groups, Worker& worker);
+  int64_t groups(size_t layer, int64_t parent) const;
+  /// Returns the index of a parent in `trained_` and `shared_`.
+  int64_t place(const GroupTask& task) const {
+    return task.parent - layers_[task.layer].training.first_parent;
+  }
+
+  const SparseRowsView& examples_;
+  const std::vector<LayerTask>& layers_;
+  LongWork work_;
+  std::vector<int64_t> group_size_; // of each layer
+  std::vector<GroupTask> tasks_;
+  std::vector<TrainedLayer> trained_;
+  std::vector<std::vector<std::unique_ptr<SharedRows>>> shared_; // null for parents of one task
+};
+
+} // namespace xsoftmax
