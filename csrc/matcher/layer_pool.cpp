@@ -64,8 +64,8 @@ int64_t siblings_per_group(const LayerTask& layer) {
 
 LayerPool::LayerPool(const char* op, const SparseRowsView& examples,
                      const std::vector<LayerTask>& layers)
-    : examples_(examples), layers_(layers), work_(op, total_work(layers)),
-      trained_(layers.size()), shared_(layers.size()) {
+    : examples_(examples), layers_(layers), work_(op, total_work(layers)), trained_(layers.size()),
+      shared_(layers.size()) {
   for (const LayerTask& layer : layers) {
     group_size_.push_back(siblings_per_group(layer));
   }

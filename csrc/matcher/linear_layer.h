@@ -37,7 +37,8 @@ LinearLayerView linear_layer_view(const char* op, int64_t parents, int64_t featu
 
 constexpr int64_t kMaxByteChildren = 256; ///< children per parent if a byte numbers them
 
-/// The options of a layer in linear_layers_train. Numbers are used in float32 and must be finite in float32.
+/// The options of a layer in linear_layers_train. Numbers are used in float32 and must be finite in
+/// float32.
 struct LinearLayerOptions {
   std::string loss = "squared_hinge"; ///< "squared_hinge", "hinge" or "logistic" (sibling_solver.h)
   double bias = 1; ///< the value of a constant column added to every row; 0 adds none

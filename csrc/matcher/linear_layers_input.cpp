@@ -135,8 +135,7 @@ LinearLayersInput::LinearLayersInput(at::TensorList rows, int64_t features,
     layer.labels = check_lists("label_offsets", label_offsets, "label_rows", label_rows);
     check::offsets(kOp, "first_child", first, layer.labels.count);
     layer.first_child = first.const_data_ptr<int64_t>();
-    layer.costs =
-        label_costs.empty() ? nullptr : check_costs(label_costs[d], label_rows.size(0));
+    layer.costs = label_costs.empty() ? nullptr : check_costs(label_costs[d], label_rows.size(0));
     if (!initial.empty()) {
       const at::TensorList parts = initial.slice(d * kLinearLayerParts, kLinearLayerParts);
       std::vector<Tensor> kept;
@@ -172,8 +171,7 @@ const InitialLayer* LinearLayersInput::check_initial(const std::vector<Tensor>& 
   TORCH_CHECK_VALUE(
       parts[0].equal(first_child), kOp,
       ": expected initial as the parts of a layer with this first_child, got another one");
-  return &initial_.emplace_back(
-      linear_layer_view(kOp, first_child.size(0) - 1, features, parts));
+  return &initial_.emplace_back(linear_layer_view(kOp, first_child.size(0) - 1, features, parts));
 }
 
 Tensor LinearLayersInput::keep(const Tensor& tensor) {

@@ -52,10 +52,10 @@ void check_nodes(const Tensor& nodes, int64_t num_nodes) {
 
 NodeRows node_rows(at::TensorList offsets, at::TensorList columns, at::TensorList nodes,
                    int64_t num_nodes, const OptionalTensor& costs) {
-  TORCH_CHECK_VALUE(!offsets.empty() && offsets.size() == columns.size() &&
-                        offsets.size() == nodes.size(),
-                    kOp, ": expected offsets, columns and nodes of at least one matrix, got ",
-                    offsets.size(), ", ", columns.size(), " and ", nodes.size());
+  TORCH_CHECK_VALUE(
+      !offsets.empty() && offsets.size() == columns.size() && offsets.size() == nodes.size(), kOp,
+      ": expected offsets, columns and nodes of at least one matrix, got ", offsets.size(), ", ",
+      columns.size(), " and ", nodes.size());
   TORCH_CHECK_VALUE(num_nodes >= 0, kOp, ": expected num_nodes of at least 0, got ", num_nodes);
   check::numbers(kOp, "offsets", offsets[0], at::kLong);
   const int64_t n = offsets[0].size(0) - 1;
@@ -85,7 +85,8 @@ NodeRows node_rows(at::TensorList offsets, at::TensorList columns, at::TensorLis
 
   // Each block of rows counts its rows of each node, then writes them where those of the blocks
   // before it end. So rows are in order, whatever the number of blocks.
-  const int64_t blocks = std::clamp<int64_t>(total / std::max(kPairsPerBlock, num_nodes), 1, at::get_num_threads());
+  const int64_t blocks =
+      std::clamp<int64_t>(total / std::max(kPairsPerBlock, num_nodes), 1, at::get_num_threads());
   const auto for_block = [&](int64_t block, const auto& found) {
     std::vector<int32_t> last_row(num_nodes, -1);
     for (int64_t row = block * n / blocks; row < (block + 1) * n / blocks; ++row) {
@@ -133,6 +134,6 @@ XSOFTMAX_OPERATORS(m) {
       "Tensor? costs=None) -> (Tensor offsets, Tensor rows, Tensor costs)");
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("node_rows", node_rows); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("node_rows", node_rows); }
 
 } // namespace xsoftmax

@@ -42,11 +42,9 @@ void SiblingTrainer::train(const LayerTask& layer, const ParentRows& rows, int64
   problem.seed = philox(training.seed, uint64_t(first), 0).low();
   const SiblingSolverTable& solver = sibling_solver();
   weight_.assign(columns * lanes, 0.0f);
-  problem.warm = layer.initial != nullptr &&
-      load_initial(*layer.initial, rows, parent, child, count);
-  problem.stopped = [](const void* work) {
-    return static_cast<const LongWork*>(work)->stopped();
-  };
+  problem.warm =
+      layer.initial != nullptr && load_initial(*layer.initial, rows, parent, child, count);
+  problem.stopped = [](const void* work) { return static_cast<const LongWork*>(work)->stopped(); };
   problem.work = &work_;
   state_.resize(n * lanes);
   order_.resize(n);
@@ -92,7 +90,8 @@ void SiblingTrainer::keep_largest(const LinearTraining& training, int64_t column
   }
 }
 
-bool SiblingTrainer::load_initial(const InitialLayer& initial, const ParentRows& rows, int64_t parent, int64_t child, int64_t count) {
+bool SiblingTrainer::load_initial(const InitialLayer& initial, const ParentRows& rows,
+                                  int64_t parent, int64_t child, int64_t count) {
   const LinearLayerView& view = initial.view;
   const int64_t lanes = sibling_lanes(count);
   int64_t column = 0, entry = initial.entry[parent];

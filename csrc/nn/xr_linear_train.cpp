@@ -375,8 +375,8 @@ c10::intrusive_ptr<XRLinear> XRLinear::train(const Examples& examples,
       ++last;
     } while (last < schemes.size() && !schemes[last].contains("man"));
     const std::vector<Tensor> trained = linear_layers_train(
-        {rows.offsets, rows.columns, rows.values}, features, first_child, parent_lists,
-        label_lists, costs, begin, std::vector<std::string>(last - first, text));
+        {rows.offsets, rows.columns, rows.values}, features, first_child, parent_lists, label_lists,
+        costs, begin, std::vector<std::string>(last - first, text));
     for (size_t depth = first; depth < last; ++depth) {
       const Tensor* made = trained.data() + (depth - first) * kLinearLayerParts;
       parts.push_back({layers.first_child[depth], made[0], made[1], made[2], made[3],
