@@ -7,10 +7,12 @@ machine has.
 Training consists of label vectors (PIFA), tree and layers. Numbers of threads take turns; times are
 medians. The generated set has 60,000 examples, 60,000 features and 30,000 labels.
 
-The simulation takes the time of each task of a run on one thread, and hands the tasks out in the
-same order to 1 to 64 threads: a thread without work takes the next task. Everything else counts
-with its whole time on one thread, though much of it runs on several. What the simulation leaves out
-is that threads share caches and memory bandwidth: compare it with the times that were measured.
+The simulation takes the time of each task of layers in a run on one thread, and hands the tasks
+out in the same order to 1 to 64 threads: a thread without work takes the next task. What layers do
+beside tasks counts with its whole time on one thread, though much of it runs on several. Label
+vectors and trees follow Amdahl's law, from the times measured on one and on most threads. What the
+simulation leaves out is that threads share caches and memory bandwidth: compare it with the times
+that were measured.
 """
 
 import argparse
@@ -92,6 +94,14 @@ def simulate(seconds: list[float], threads: int) -> float:
     return max(free)
 
 
+def amdahl(one: float, measured: float, measured_threads: int, threads: int) -> float:
+    """Returns the seconds on `threads` threads, by Amdahl's law, from those on 1 and another
+    number."""
+    serial = 0.0 if measured_threads == 1 else max(
+        0.0, (measured - one / measured_threads) / (1 - 1 / measured_threads))
+    return serial + (one - serial) / threads
+
+
 def measure(args: argparse.Namespace, name: str, X, Y, queries) -> list[dict]:
     X, Y, queries = clean(X), clean(Y), clean(queries)
     runs: dict[int, list[dict[str, float]]] = {threads: [] for threads in args.threads}
@@ -112,9 +122,12 @@ def measure(args: argparse.Namespace, name: str, X, Y, queries) -> list[dict]:
         for threads, each in runs.items()
     }
     one, pools = medians[1], [task[:, 3].tolist() for task in tasks]
-    rest = one["training"] - sum(map(sum, pools))
+    rest = one["layers"] - sum(map(sum, pools))
+    most = max(args.threads)
     simulated = {
-        threads: rest + sum(simulate(pool, threads) for pool in pools) for threads in SIMULATED
+        threads: rest + sum(simulate(pool, threads) for pool in pools) + sum(
+            amdahl(one[step], medians[most][step], most, threads)
+            for step in ("label vectors", "tree")) for threads in SIMULATED
     }
     levels = torch.cat(tasks)
     rows = [{

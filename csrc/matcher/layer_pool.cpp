@@ -7,8 +7,8 @@
 namespace xsoftmax {
 namespace {
 
-// A parent's groups are split over tasks if they are more than this share of a thread's work.
-constexpr int64_t kTasksPerThread = 16;
+// A parent with more than this share of all work has several tasks. Enough for many threads.
+constexpr int64_t kSmallShare = 1024;
 
 int64_t groups_of(int64_t children, int64_t group_size) {
   return (children + group_size - 1) / group_size;
@@ -91,7 +91,7 @@ void LayerPool::make_tasks() {
       total += work(parents.back());
     }
   }
-  const int64_t largest = total / (kTasksPerThread * at::get_num_threads());
+  const int64_t largest = total / kSmallShare;
   for (const GroupTask& parent : parents) {
     const int64_t rows = layers_[parent.layer].parents.size(parent.parent),
                   count = parent.last_group,

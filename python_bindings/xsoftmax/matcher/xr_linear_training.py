@@ -95,12 +95,15 @@ class Watch:
     def run(self, first: int, work: List[int], *args: Any) -> List[Tensor]:
         """Calls linear_layers_train for the layers from ``first`` on, each with its work. The
         operator works on them in order."""
-        ends = np.cumsum(work)
+        ends, ended = np.cumsum(work), 0
 
         def show(done: int, total: int) -> None:
-            depth = min(int(np.searchsorted(ends, done, side="right")), len(work) - 1)
-            self.show(first + depth, min(done - int(ends[depth]) + work[depth], work[depth]),
-                      work[depth])
+            nonlocal ended
+            while ended < len(work) and done >= ends[ended]:  # each layer reports its end
+                self.show(first + ended, work[ended], work[ended])
+                ended += 1
+            if ended < len(work):
+                self.show(first + ended, done - int(ends[ended]) + work[ended], work[ended])
 
         is_quiet = self.bar is None and not callable(self.progress)
         return long_work.run(f"layer {first + 1}", torch.ops.xsoftmax.linear_layers_train, *args,
