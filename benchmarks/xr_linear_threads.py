@@ -81,9 +81,8 @@ def train(X, Y) -> tuple[dict[str, float], xs.XRLinear, Recorder]:
     generator, recorder = torch.Generator().manual_seed(0), Recorder("linear_layers_train")
     models: list[xs.XRLinear] = []
     seconds = np.diff(list(steps())).tolist()
-    return dict(zip(("label vectors", "tree", "layers"), seconds)) | {
-        "training": sum(seconds)
-    }, models[0], recorder
+    return dict(zip(("label vectors", "tree", "layers"), seconds)) | {"training": sum(seconds)
+                                                                      }, models[0], recorder
 
 
 def simulate(seconds: list[float], threads: int) -> float:
@@ -97,8 +96,8 @@ def simulate(seconds: list[float], threads: int) -> float:
 def amdahl(one: float, measured: float, measured_threads: int, threads: int) -> float:
     """Returns the seconds on `threads` threads, by Amdahl's law, from those on 1 and another
     number."""
-    serial = 0.0 if measured_threads == 1 else max(
-        0.0, (measured - one / measured_threads) / (1 - 1 / measured_threads))
+    serial = 0.0 if measured_threads == 1 else max(0.0, (measured - one / measured_threads) /
+                                                   (1 - 1 / measured_threads))
     return serial + (one - serial) / threads
 
 
@@ -118,7 +117,8 @@ def measure(args: argparse.Namespace, name: str, X, Y, queries) -> list[dict]:
             if threads == 1:
                 tasks = recorder.tasks
     medians = {
-        threads: {step: statistics.median(run[step] for run in each) for step in each[0]}
+        threads: {step: statistics.median(run[step] for run in each)
+                  for step in each[0]}
         for threads, each in runs.items()
     }
     one, pools = medians[1], [task[:, 3].tolist() for task in tasks]
@@ -127,13 +127,14 @@ def measure(args: argparse.Namespace, name: str, X, Y, queries) -> list[dict]:
     simulated = {
         threads: rest + sum(simulate(pool, threads) for pool in pools) + sum(
             amdahl(one[step], medians[most][step], most, threads)
-            for step in ("label vectors", "tree")) for threads in SIMULATED
+            for step in ("label vectors", "tree"))
+        for threads in SIMULATED
     }
     levels = torch.cat(tasks)
     rows = [{
-        "set": name, "step": step, **{
-            f"{threads} threads, s": f"{medians[threads][step]:.3f}" for threads in args.threads
-        }, **{
+        "set": name, "step": step,
+        **{f"{threads} threads, s": f"{medians[threads][step]:.3f}"
+           for threads in args.threads}, **{
             f"1 / {threads} threads": f"{one[step] / medians[threads][step]:.2f}"
             for threads in args.threads if threads > 1
         }
@@ -148,9 +149,10 @@ def measure(args: argparse.Namespace, name: str, X, Y, queries) -> list[dict]:
         "seconds of one thread": f"{float(levels[levels[:, 0] == level, 3].sum()):.3f}",
         "longest task, s": f"{float(levels[levels[:, 0] == level, 3].max()):.3f}"
     } for level in levels[:, 0].unique()]
-    return [rows, schedule, by_level, {
-        "set": name, "medians": medians, "simulated": simulated, "outside tasks": rest
-    }]
+    return [
+        rows, schedule, by_level,
+        {"set": name, "medians": medians, "simulated": simulated, "outside tasks": rest}
+    ]
 
 
 def main() -> None:
@@ -163,15 +165,15 @@ def main() -> None:
     args = parser.parse_args()
     if 1 not in args.threads:
         parser.error(f"--threads: expected 1 and others, got {args.threads}")
-    sets = {"generated": generated} | ({
-        "Gowalla": lambda: gowalla(args.gowalla)
-    } if args.gowalla else {})
+    sets = {"generated": generated
+            } | ({"Gowalla": lambda: gowalla(args.gowalla)} if args.gowalla else {})
     found = [measure(args, name, *make()) for name, make in sets.items()]
     titles = ("Training and prediction", "Training on more threads, simulated", "Time by level")
-    report(args, __doc__, question="How does the training of XR-Linear scale with threads?",
-           against="one thread", threads=max(args.threads),
-           tables=[table(sum((one[i] for one in found), []), title)
-                   for i, title in enumerate(titles)], figures=[one[3] for one in found])
+    report(
+        args, __doc__, question="How does the training of XR-Linear scale with threads?",
+        against="one thread", threads=max(args.threads),
+        tables=[table(sum((one[i] for one in found), []), title)
+                for i, title in enumerate(titles)], figures=[one[3] for one in found])
 
 
 if __name__ == "__main__":

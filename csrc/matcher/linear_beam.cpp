@@ -86,21 +86,20 @@ void BeamLayer::score(int64_t parent, const Queries& queries, int64_t query, flo
 }
 
 void BeamWorkspace::search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias,
-                           const LinearBeamOptions& options,
-                           std::span<const std::vector<bool>> allowed, int64_t* leaf, float* score,
-                           int64_t* found) {
-  float start = 1.0f; // neutral element of the combiner
-  if (options.combiner == ScoreCombiner::Add) {
+                           const LinearBeamOptions& options, std::span<const AllowedNodes> allowed,
+                           int64_t* leaf, float* score, int64_t* found) {
+  float start = 1.0f; // neutral element of the first combiner
+  if (options.scoring[0].combiner == ScoreCombiner::Add) {
     start = 0.0f;
-  } else if (options.combiner == ScoreCombiner::LogAdd) {
+  } else if (options.scoring[0].combiner == ScoreCombiner::LogAdd) {
     start = -std::numeric_limits<float>::infinity();
   }
   beam_.assign(queries.count, {0, start});
   begin_.resize(queries.count + 1);
   std::iota(begin_.begin(), begin_.end(), int64_t(0));
   for (size_t depth = 0; depth < layers.size(); ++depth) {
-    score_children(layers[depth], queries, bias, options);
-    select(layers[depth], queries.count, depth + 1 == layers.size() ? options.topk : options.beam,
+    score_children(layers[depth], queries, bias, options.scoring[depth]);
+    select(layers[depth], queries, depth + 1 == layers.size() ? options.topk : options.beam,
            allowed.empty() ? nullptr : &allowed[depth]);
   }
   for (int64_t q = 0; q < queries.count; ++q) {
@@ -130,7 +129,7 @@ void BeamWorkspace::report(int64_t query, const LinearBeamOptions& options, int6
 
 // Scores parent by parent, so its weights are read once for all queries at that parent.
 void BeamWorkspace::score_children(const BeamLayer& layer, const Queries& queries, float bias,
-                                   const LinearBeamOptions& options) {
+                                   const LayerScoring& scoring) {
   pairs_.clear();
   int64_t total = 0;
   for (int64_t q = 0; q < queries.count; ++q) {
@@ -159,21 +158,21 @@ void BeamWorkspace::score_children(const BeamLayer& layer, const Queries& querie
     const Pair& pair = pairs_[i];
     float* scores = scores_.data() + pair.at;
     layer.score(pair.parent, queries, pair.query, bias, scores);
-    rows.combine(scores, layer.children(pair.parent), pair.score, options.transform, options.power,
-                 options.combiner);
+    rows.combine(scores, layer.children(pair.parent), pair.score, scoring.transform, scoring.power,
+                 scoring.combiner);
   }
 }
 
 // Selects the best `keep` allowed children of each query, best first.
-void BeamWorkspace::select(const BeamLayer& layer, int64_t queries, int64_t keep,
-                           const std::vector<bool>* allowed) {
+void BeamWorkspace::select(const BeamLayer& layer, const Queries& queries, int64_t keep,
+                           const AllowedNodes* allowed) {
   const auto better = [](const Node& a, const Node& b) {
     return a.score > b.score || (a.score == b.score && a.node < b.node);
   };
   next_.clear();
-  next_begin_.resize(queries + 1);
+  next_begin_.resize(queries.count + 1);
   size_t pair = 0;
-  for (int64_t q = 0; q < queries; ++q) {
+  for (int64_t q = 0; q < queries.count; ++q) {
     const int64_t begin = int64_t(next_.size());
     next_begin_[q] = begin;
     for (; pair < pairs_.size() && pairs_[pair].query == q; ++pair) {
@@ -181,7 +180,7 @@ void BeamWorkspace::select(const BeamLayer& layer, int64_t queries, int64_t keep
       const int64_t first = layer.first_child(pairs_[pair].parent),
                     count = layer.children(pairs_[pair].parent);
       for (int64_t c = 0; c < count; ++c) {
-        if (allowed != nullptr && !(*allowed)[first + c]) {
+        if (allowed != nullptr && !allowed->has(queries.first + q, first + c)) {
           continue;
         }
         // A NaN cannot be ordered, so it counts as the lowest float.
@@ -198,7 +197,7 @@ void BeamWorkspace::select(const BeamLayer& layer, int64_t queries, int64_t keep
     }
     std::sort_heap(next_.begin() + begin, next_.end(), better);
   }
-  next_begin_[queries] = int64_t(next_.size());
+  next_begin_[queries.count] = int64_t(next_.size());
   beam_.swap(next_);
   begin_.swap(next_begin_);
 }

@@ -22,6 +22,7 @@ struct Queries {
   const float* dense; ///< [count][dense_width], or null
   int32_t dense_begin;
   int64_t dense_width;
+  int64_t first = 0; ///< the number of the first query, if these are part of others
 
   Queries part(int64_t begin, int64_t end) const {
     return {end - begin,
@@ -30,7 +31,20 @@ struct Queries {
             value,
             dense == nullptr ? dense : dense + begin * dense_width,
             dense_begin,
-            dense_width};
+            dense_width,
+            first + begin};
+  }
+};
+
+/// The nodes of a layer that a search may enter: the same for all queries, or each query's own.
+struct AllowedNodes {
+  std::vector<bool> marked; ///< [nodes], or empty
+  std::vector<int64_t> offset, node; ///< [queries + 1], and the increasing nodes of each query
+
+  bool has(int64_t query, int64_t n) const {
+    return offset.empty()
+        ? bool(marked[n])
+        : std::binary_search(node.begin() + offset[query], node.begin() + offset[query + 1], n);
   }
 };
 
@@ -86,11 +100,16 @@ class BeamLayer {
   std::vector<Chunk> chunks_;
 };
 
-struct LinearBeamOptions {
-  int64_t beam, topk;
+/// How the scores of a layer are made.
+struct LayerScoring {
   ScoreTransform transform;
   int power; ///< exponent of a hinge
   ScoreCombiner combiner;
+};
+
+struct LinearBeamOptions {
+  int64_t beam, topk;
+  std::vector<LayerScoring> scoring; ///< of each layer
   bool logs; ///< scores are logs, and e^score is reported
 };
 
@@ -99,13 +118,13 @@ class BeamWorkspace {
  public:
   /// Finds the best topk leaves of each query, best first, equal scores by leaf. Writes `leaf` and
   /// `score` [count][topk], filled up with -1 and 0, and the number of leaves `found` [count].
-  /// `allowed`, if not empty, marks the nodes of each layer that may be entered.
+  /// `allowed`, if not empty, has the nodes of each layer that may be entered.
   ///
   /// No reported score is 0, because sparse formats drop zeros. If scores are logs, the
   /// i-th leaf before the last is reported with at least the i-th float after 2^-126, so the
   /// smallest scores keep their order. Otherwise a score of 0 is reported as 2^-126.
   void search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias,
-              const LinearBeamOptions& options, std::span<const std::vector<bool>> allowed,
+              const LinearBeamOptions& options, std::span<const AllowedNodes> allowed,
               int64_t* leaf, float* score, int64_t* found);
 
  private:
@@ -120,9 +139,9 @@ class BeamWorkspace {
 
   void report(int64_t query, const LinearBeamOptions& options, int64_t* leaf, float* score) const;
   void score_children(const BeamLayer& layer, const Queries& queries, float bias,
-                      const LinearBeamOptions& options);
-  void select(const BeamLayer& layer, int64_t queries, int64_t keep,
-              const std::vector<bool>* allowed);
+                      const LayerScoring& scoring);
+  void select(const BeamLayer& layer, const Queries& queries, int64_t keep,
+              const AllowedNodes* allowed);
 
   std::vector<Node> beam_, next_;       // of all queries, concatenated
   std::vector<int64_t> begin_, next_begin_;

@@ -23,7 +23,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <span>
+#include <sstream>
 #include <tuple>
 #include <utility>
 
@@ -53,21 +55,56 @@ ScoreCombiner combiner_named(const std::string& name, const std::string& transfo
   return ScoreCombiner::Last;
 }
 
-/// Returns options with scores that have the same order but do not underflow: logs, if values are
-/// above 0.
-LinearBeamOptions with_log_scores(LinearBeamOptions options) {
-  if (options.transform != ScoreTransform::Hinge && options.transform != ScoreTransform::Sigmoid) {
-    return options;
+/// Returns the name of each layer: of a list, or of a single name for all layers.
+std::vector<std::string> names_of_layers(const char* option, const std::string& text,
+                                         size_t layers) {
+  std::vector<std::string> names;
+  std::istringstream parts(text + ",");
+  for (std::string part; std::getline(parts, part, ',');) {
+    names.push_back(part);
   }
-  options.logs = true;
-  options.transform = options.transform == ScoreTransform::Hinge ? ScoreTransform::LogHinge
+  TORCH_CHECK_VALUE(names.size() == 1 || names.size() == layers, kName, ": expected ", option,
+                    " as one name, or one for each of ", layers, " layers, got ", names.size());
+  names.resize(layers, names[0]);
+  return names;
+}
+
+/// Returns scores that have the same order but do not underflow: logs, if values are above 0.
+std::optional<LayerScoring> with_log_scores(LayerScoring scoring) {
+  if (scoring.transform != ScoreTransform::Hinge && scoring.transform != ScoreTransform::Sigmoid) {
+    return {};
+  }
+  scoring.transform = scoring.transform == ScoreTransform::Hinge ? ScoreTransform::LogHinge
                                                                  : ScoreTransform::LogSigmoid;
-  if (options.combiner == ScoreCombiner::Multiply) {
-    options.combiner = ScoreCombiner::Add;
-  } else if (options.combiner == ScoreCombiner::Add) {
-    options.combiner = ScoreCombiner::LogAdd;
+  if (scoring.combiner == ScoreCombiner::Multiply) {
+    scoring.combiner = ScoreCombiner::Add;
+  } else if (scoring.combiner == ScoreCombiner::Add) {
+    scoring.combiner = ScoreCombiner::LogAdd;
   }
-  return options;
+  return scoring;
+}
+
+/// Parses the transforms and combiners of all layers.
+LinearBeamOptions beam_options(const XRLinearPredictOptions& options,
+                               const std::string& model_transform, size_t layers, int64_t topk,
+                               int64_t beam) {
+  const auto transforms = names_of_layers(
+      "transform", options.transform().empty() ? model_transform : options.transform(), layers);
+  const auto combiners = names_of_layers("combiner", options.combiner(), layers);
+  LinearBeamOptions result{beam, topk, {}, /*logs=*/true};
+  std::vector<LayerScoring> logs;
+  for (size_t depth = 0; depth < layers; ++depth) {
+    const auto [kind, power] = transform_named(kName, transforms[depth]);
+    result.scoring.push_back({kind, power, combiner_named(combiners[depth], transforms[depth])});
+    if (const auto scoring = with_log_scores(result.scoring.back())) {
+      logs.push_back(*scoring);
+    }
+  }
+  result.logs = logs.size() == layers;
+  if (result.logs) {
+    result.scoring = std::move(logs);
+  }
+  return result;
 }
 
 /// Queries as the search takes them, and the tensors that own them.
@@ -175,22 +212,22 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
   const int64_t topk = predict_options.topk(), beam = predict_options.beam();
   TORCH_CHECK_VALUE(topk >= 0, kName, ": expected topk of at least 0, got ", topk);
   TORCH_CHECK_VALUE(beam >= 1, kName, ": expected beam of at least 1, got ", beam);
-  const std::string& transform_name =
-      predict_options.transform().empty() ? transform_ : predict_options.transform();
-  const auto [kind, power] = transform_named(kName, transform_name);
   const QueryTensors queries = check_queries(offsets, columns, values, predict_options.dense(),
                                              predict_options.dense_begin(), features_);
+  const bool per_query =
+      is_defined(predict_options.only()) && predict_options.only()->layout() == at::kSparseCsr;
   // At most max_children labels are below each node of the beam.
   const int64_t n = queries.views.count, max_children = layers_.back().max_children();
-  const int64_t k =
-      std::min({topk, num_labels(),
-                beam > num_labels() / max_children ? num_labels() : beam * max_children});
+  const int64_t k = std::min(
+      {topk, num_labels(),
+       per_query || beam > num_labels() / max_children ? num_labels() : beam * max_children});
+  // A query's own labels are all scored.
   const LinearBeamOptions options =
-      with_log_scores({beam, k, kind, power,
-                       combiner_named(predict_options.combiner(), transform_name), /*logs=*/false});
-  const std::vector<std::vector<bool>> allowed = is_defined(predict_options.only())
-      ? allowed_nodes(*predict_options.only())
-      : std::vector<std::vector<bool>>();
+      beam_options(predict_options, transform_, layers_.size(), k, per_query ? num_labels() : beam);
+  const std::vector<AllowedNodes> allowed = !is_defined(predict_options.only())
+      ? std::vector<AllowedNodes>()
+      : per_query ? nodes_of_queries(*predict_options.only(), n)
+                  : allowed_nodes(*predict_options.only());
 
   const Tensor leaf = at::empty({n, k}, at::kLong), score = at::empty({n, k}, at::kFloat),
                ends = at::empty({n + 1}, at::kLong);
@@ -281,19 +318,58 @@ Tensor XRLinear::predict_csr(const Tensor& queries, const XRLinearPredictOptions
                                        scores.options().layout(at::kSparseCsr));
 }
 
-std::vector<std::vector<bool>> XRLinear::allowed_nodes(const Tensor& only) const {
+std::vector<AllowedNodes> XRLinear::allowed_nodes(const Tensor& only) const {
   check::numbers(kName, "only", only, at::kLong);
   const Tensor wanted = check::readable(only);
   check::class_ids(kName, "only", wanted, num_labels());
-  std::vector<std::vector<bool>> allowed;
-  for (const BeamLayer& layer : layers_) {
-    allowed.emplace_back(layer.children(), false);
+  std::vector<AllowedNodes> allowed(layers_.size());
+  for (size_t depth = 0; depth < layers_.size(); ++depth) {
+    allowed[depth].marked.assign(layers_[depth].children(), false);
   }
   for (const int64_t label : span_of<int64_t>(wanted)) {
     int64_t node = leaf_[label];
-    for (size_t depth = layers_.size(); depth-- > 0 && !allowed[depth][node];
+    for (size_t depth = layers_.size(); depth-- > 0 && !allowed[depth].marked[node];
          node = layers_[depth].parent(node)) {
-      allowed[depth][node] = true;
+      allowed[depth].marked[node] = true;
+    }
+  }
+  return allowed;
+}
+
+std::vector<AllowedNodes> XRLinear::nodes_of_queries(const Tensor& only, int64_t queries) const {
+  TORCH_CHECK_VALUE(only.dim() == 2 && only.size(0) == queries && only.size(1) == num_labels(),
+                    kName, ": expected only of shape [", queries, ", ", num_labels(),
+                    "], labels of each query, got ", only.sizes());
+  const Tensor ends = only.crow_indices().to(at::kLong).contiguous(),
+               columns = only.col_indices().to(at::kInt).contiguous();
+  check::lists(kName, "crow_indices of only", ends, "col_indices of only", columns, num_labels(),
+               /*rising=*/false);
+  const auto end = span_of<int64_t>(ends);
+  const auto label = span_of<int32_t>(columns);
+  std::vector<AllowedNodes> allowed(layers_.size());
+  AllowedNodes& leaves = allowed.back();
+  leaves.offset = {0};
+  for (int64_t q = 0; q < queries; ++q) {
+    const auto begin = std::ptrdiff_t(leaves.node.size());
+    for (int64_t t = end[q]; t < end[q + 1]; ++t) {
+      leaves.node.push_back(leaf_[label[t]]);
+    }
+    std::sort(leaves.node.begin() + begin, leaves.node.end());
+    leaves.offset.push_back(int64_t(leaves.node.size()));
+  }
+  for (size_t depth = layers_.size() - 1; depth-- > 0;) {
+    const AllowedNodes& below = allowed[depth + 1];
+    allowed[depth].offset = {0};
+    std::vector<int64_t>& nodes = allowed[depth].node;
+    for (int64_t q = 0; q < queries; ++q) {
+      for (int64_t t = below.offset[q]; t < below.offset[q + 1]; ++t) {
+        // Nodes increase, so those of one parent follow each other.
+        if (int64_t(nodes.size()) == allowed[depth].offset[q] ||
+            below.node[t] >= layers_[depth + 1].first_child(nodes.back() + 1)) {
+          nodes.push_back(layers_[depth + 1].parent(below.node[t]));
+        }
+      }
+      allowed[depth].offset.push_back(int64_t(nodes.size()));
     }
   }
   return allowed;

@@ -18,6 +18,7 @@
 namespace xsoftmax {
 
 class BeamLayer;
+struct AllowedNodes;
 struct Examples;
 struct XRLinearTrainOptions;
 
@@ -30,13 +31,16 @@ struct XRLinearPredictOptions {
   TORCH_ARG(int64_t, beam) = 10;
   /// Transform of a score z: "l1-hinge" to "l6-hinge", e^(-max(0, 1 - z)^p) for "lp-hinge";
   /// "sigmoid"; or "identity". A prefix "log-" on the hinge and sigmoid transforms returns their
-  /// logs. Empty: the model's transform.
+  /// logs. Names of all layers, separated by commas, or one name for all. Empty: the model's
+  /// transform.
   TORCH_ARG(std::string, transform) = "";
   /// How a transformed score is combined with the score of the parent: "multiply", "add", or "last"
-  /// for the transformed score only. Empty: "add" for "identity" and transforms to logs, otherwise
-  /// "multiply".
+  /// for the transformed score only. Names of all layers, separated by commas, or one name for all.
+  /// Empty: "add" for "identity" and transforms to logs, otherwise "multiply".
   TORCH_ARG(std::string, combiner) = "";
-  /// int64: restricts the search to these labels. nullopt: all labels.
+  /// int64: restricts the search to these labels. A sparse CSR tensor [n, L]: each query's own
+  /// labels, its entries, such as the shortlist of another model; all of them are scored, whatever
+  /// the beam is. nullopt: all labels.
   TORCH_ARG(std::optional<at::Tensor>, only) = std::nullopt;
   /// float32 [n, d]: dense features, in the columns from dense_begin on. They may be combined with
   /// sparse features.
@@ -125,8 +129,10 @@ class XRLinear : public torch::CustomClassHolder {
   int64_t num_weights() const;
 
  private:
-  /// Returns, per layer, whether each node has a label of `only` below it.
-  std::vector<std::vector<bool>> allowed_nodes(const at::Tensor& only) const;
+  /// Returns, per layer, the nodes with a label of `only` below them.
+  std::vector<AllowedNodes> allowed_nodes(const at::Tensor& only) const;
+  /// The same for a sparse matrix [queries, L], the labels of each query.
+  std::vector<AllowedNodes> nodes_of_queries(const at::Tensor& only, int64_t queries) const;
 
   int64_t features_;
   double bias_;

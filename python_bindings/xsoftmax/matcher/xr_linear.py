@@ -19,8 +19,8 @@ from .._core.ranks import digest, ranks_of
 from .._core.sparse import (csr_matrix, index_tensors, query_tensors, sparse_tensors, tensor_of)
 from ..trees.label_tree import LabelTree
 from .xr_linear_training import (Layers, LayerTraining, Matrix, Progress, Watch, check_examples,
-                                 check_pairs, check_relevance, select_labels, dense_block,
-                                 split_schemes, warn_unless_unit_length)
+                                 check_pairs, check_relevance, join_names, Names, Only,
+                                 select_labels, dense_block, split_schemes, warn_unless_unit_length)
 
 _LOSSES = ("hinge", "logistic", "squared_hinge")
 _FEW_QUERIES = 256  # predictions for fewer queries are too fast to need interrupt checks
@@ -219,8 +219,9 @@ class XRLinear:
             rows, X.shape[1], layers, schemes, index_tensors(Y),
             None if relevance is None else tensor_of(relevance),
             None if user_negatives is None else index_tensors(user_negatives),
-            [options] * len(schemes), [[]] * len(schemes) if initial is None else
-            initial._parts_for(layers, X.shape[1]), search, dtype, ranks)
+            [options] * len(schemes),
+            [[]] * len(schemes) if initial is None else initial._parts_for(layers, X.shape[1]),
+            search, dtype, ranks)
         with Watch(progress if ranks.rank == 0 or callable(progress) else False,
                    len(schemes)) as watch:
             for first, last in training.runs():
@@ -242,9 +243,8 @@ class XRLinear:
                                             training.parts), stats)
 
     def predict(self, X: Union[Matrix, Tensor, np.ndarray], topk: int = 10, beam: int = 10, *,
-                dense: Union[Tensor, np.ndarray, None] = None, only: Union[Tensor, Sequence[int],
-                                                                           None] = None,
-                transform: Optional[str] = None, combiner: Optional[str] = None) -> Matrix:
+                dense: Union[Tensor, np.ndarray, None] = None, only: Only = None,
+                transform: Names = None, combiner: Names = None) -> Matrix:
         """Returns the scores of the ``topk`` best labels that the beam search finds for each row.
 
         Args:
@@ -255,15 +255,19 @@ class XRLinear:
                 1.
             dense: tensor or array [n, d] with the last d features, in addition to a sparse X with
                 the first D - d features.
-            only: restricts the result to these labels: ids in [0, L), or a bool mask [L]. None: all
-                labels.
+            only: restricts the result to these labels: ids in [0, L), or a bool mask [L]; or to
+                each row's own, the non-zeros of a scipy sparse matrix [n, L], such as the
+                predictions of another model, whose shortlists this one ranks. All labels of such a
+                matrix are scored, whatever the beam is. None: all labels.
             transform: the function applied to w.x: ``"l1-hinge"`` .. ``"l6-hinge"``,
                 ``e^-max(0, 1 - w.x)^p``; ``"sigmoid"``; ``"identity"``; or their logarithms
-                ``"log-l1-hinge"`` .. ``"log-l6-hinge"`` and ``"log-sigmoid"``. None: the transform
-                of the model.
+                ``"log-l1-hinge"`` .. ``"log-l6-hinge"`` and ``"log-sigmoid"``. One name for all
+                layers, or a list with one per layer. None: the transform of the model.
             combiner: combines the transformed score with that of the parent: ``"multiply"``,
-                ``"add"``, or ``"last"``, which ignores the parent's score. None: ``"add"`` for
-                logarithms and ``"identity"``, else ``"multiply"``.
+                ``"add"``, or ``"last"``, which ignores the parent's score. One name for all layers,
+                or a list with one per layer. None: ``"add"`` for logarithms and ``"identity"``,
+                else ``"multiply"``. Yu et al. (2022, section 3) recommend ``"last"`` for the last
+                layer, trained with ``"tfn+man"``, and ``"multiply"`` for the others.
 
         Returns:
             A scipy CSR matrix [n, L], float32. The entries of each row are ordered by decreasing
@@ -283,10 +287,9 @@ class XRLinear:
         return csr_matrix(*result, (len(result[0]) - 1, self.num_labels))
 
     def topk(self, X: Union[Matrix, Tensor, np.ndarray], k: int = 10, beam: int = 10, *,
-             dense: Union[Tensor, np.ndarray, None] = None, only: Union[Tensor, Sequence[int],
-                                                                        None] = None,
-             transform: Optional[str] = None, combiner: Optional[str] = None,
-             exclude: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+             dense: Union[Tensor, np.ndarray,
+                          None] = None, only: Only = None, transform: Names = None,
+             combiner: Names = None, exclude: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
         """Returns the k best labels that the beam search finds for each row as tensors, best first.
 
         Args:
@@ -340,10 +343,12 @@ class XRLinear:
         if self.notes.get("normalize"):
             warn_unless_unit_length(parts[0], parts[2], block)
         if only is not None:
-            only = select_labels(only, self.num_labels)
+            only = select_labels(only, self.num_labels, len(parts[0]) - 1)
         topk, beam = check_count("XRLinear.predict", "topk", topk,
                                  None), check_count("XRLinear.predict", "beam", beam, None)
-        arguments = *parts, block, width, topk, beam, transform or "", combiner or "", only
+        arguments = *parts, block, width, topk, beam, join_names("transform",
+                                                                 transform), join_names(
+                                                                     "combiner", combiner), only
         return self.model.predict(*arguments) if len(parts[0]) <= _FEW_QUERIES else long_work.run(
             "predict", self.model.predict, *arguments)
 

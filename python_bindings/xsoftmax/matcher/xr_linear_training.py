@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._core import long_work
 from .._core.ranks import SingleProcess
-from .._core.sparse import canonical, tensor_of
+from .._core.sparse import canonical, index_tensors, tensor_of
 from ..trees.label_tree import LabelTree
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
 Progress = Callable[[int, int, int, int], None]
 Pairs = Tuple[Tensor, Tensor]  # the offsets and columns of a matrix
+Names = Union[str, Sequence[str], None]  # one for all layers, or one per layer
+Only = Union[Tensor, Sequence[int], Matrix, None]
 
 _NEGATIVES = ("tfn", "man", "user")
 
@@ -34,8 +36,8 @@ class Layers:
         self.first_child: List[Tensor] = []
         self.above: List[Tensor] = []
         if not tree.layer_sizes:
-            self.first_child, self.above = [torch.tensor([0, 1])
-                                            ], [torch.zeros(1, dtype=torch.int32)]
+            self.first_child, self.above = [torch.tensor([0,
+                                                          1])], [torch.zeros(1, dtype=torch.int32)]
             self.labels = torch.zeros(1, dtype=torch.int64)
             return
         for depth in range(len(sizes)):
@@ -142,8 +144,8 @@ class LayerTraining:
         """Returns ranges of layers that are trained together: those after a layer with beams of
         their own ("man") do not need the layers before them."""
         starts = [
-            0, *(depth for depth, scheme in enumerate(self.schemes)
-                 if depth > 0 and "man" in scheme)
+            0,
+            *(depth for depth, scheme in enumerate(self.schemes) if depth > 0 and "man" in scheme)
         ]
         return list(zip(starts, [*starts[1:], len(self.schemes)]))
 
@@ -167,13 +169,12 @@ class LayerTraining:
                     lambda: estimate_work(self.rows, first_child, offsets, numbers))
                 shares.append(f"{self.options[depth]},first_parent={begin},last_parent={end}")
                 work.append(int((offsets.diff() * first_child.diff())[begin:end].sum()))
-            trained = watch.run(
-                first, work, self.rows, self.features,
-                [self.layers.first_child[depth] for depth in depths],
-                [part for each in parents for part in each],
-                [part for each in labels for part in each[:2]],
-                [] if self.relevance is None else [each[2] for each in labels],
-                [part for depth in depths for part in self.initial[depth]], shares)
+            trained = watch.run(first, work, self.rows, self.features,
+                                [self.layers.first_child[depth]
+                                 for depth in depths], [part for each in parents for part in each],
+                                [part for each in labels for part in each[:2]],
+                                [] if self.relevance is None else [each[2] for each in labels],
+                                [part for depth in depths for part in self.initial[depth]], shares)
             return trained, labels, [len(each[1]) for each in parents], match_end
 
         trained, labels, num_rows, match_end = ranks.run_together(train_share)
@@ -331,7 +332,27 @@ def narrow_weights(values: Tensor, dtype: Optional[torch.dtype], ranks: SinglePr
     return values
 
 
-def select_labels(only: Union[Tensor, Sequence[int], np.ndarray], labels: int) -> Tensor:
+def join_names(option: str, names: Names) -> str:
+    """Returns the names of all layers as the operator takes them."""
+    texts = [names or ""] if names is None or isinstance(names, str) else list(names)
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"XRLinear.predict: expected {option} as a name or a list of names, got "
+                        f"{names!r}")
+    return ",".join(texts)
+
+
+def select_labels(only: Any, labels: int, rows: int) -> Tensor:
+    """Returns the ids of labels, or a sparse CSR tensor [rows, labels]."""
+    if getattr(only, "format", None) is not None:
+        only = canonical("XRLinear.predict", "only", only, "labels")
+        if only.shape != (rows, labels):
+            raise ValueError(f"XRLinear.predict: expected only of shape [{rows}, {labels}], the "
+                             f"labels of each row, got {list(only.shape)}")
+        with warnings.catch_warnings():  # that sparse CSR tensors are new
+            warnings.simplefilter("ignore")
+            offsets, columns = index_tensors(only)
+            return torch.sparse_csr_tensor(offsets, columns.long(), torch.ones(only.nnz),
+                                           size=only.shape, check_invariants=False)
     selection = tensor_of(only) if isinstance(
         only, np.ndarray) else torch.as_tensor(only if isinstance(only, Tensor) else list(only))
     if selection.dtype == torch.bool:

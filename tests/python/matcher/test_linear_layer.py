@@ -336,8 +336,10 @@ def test_wrong_tensors_are_refused():
 
 def test_layers_trained_together_equal_layers_trained_alone():
     """Layers of 1, 3 and 48 parents, in one pool, for one and several threads."""
-    layers = [problem(seed=seed, parents=parents, children=children)[1:]
-              for seed, (parents, children) in enumerate([(1, 3), (3, 16), (48, 5)])]
+    layers = [
+        problem(seed=seed, parents=parents, children=children)[1:]
+        for seed, (parents, children) in enumerate([(1, 3), (3, 16), (48, 5)])
+    ]
     alone = [train(X, *layer, seed=7) for layer in layers]
     threads = torch.get_num_threads()
     try:
@@ -346,10 +348,11 @@ def test_layers_trained_together_equal_layers_trained_alone():
             *parts, tasks = ops.linear_layers_train(
                 rows_of(X), X.shape[1], [layer[2] for layer in layers],
                 [part for layer in layers for part in lists(layer[0])],
-                [part for layer in layers for part in lists(layer[1])], [], [],
-                [option_text(**OPTIONS, seed=7)] * 3)
-            assert all(torch.equal(part, one)
-                       for part, one in zip(parts, (one for layer in alone for one in layer)))
+                [part for layer in layers
+                 for part in lists(layer[1])], [], [], [option_text(**OPTIONS, seed=7)] * 3)
+            assert all(
+                torch.equal(part, one)
+                for part, one in zip(parts, (one for layer in alone for one in layer)))
             assert sorted(set(tasks[:, 0].tolist())) == [0, 1, 2] and (tasks[:, 3] > 0).all()
             assert tasks[:, 0].diff().min() >= 0  # in the order of layers
     finally:
