@@ -6,6 +6,7 @@ import scipy.sparse as sp
 import torch
 
 import xsoftmax as xs
+from xr_linear_checks import layer_margins
 
 L = 40
 
@@ -23,22 +24,6 @@ def trained():
     return model, X, Y
 
 
-def margins(model, X):
-    """Returns, per layer, the products [n, C] and the parents [C]."""
-    dense = np.hstack([X.toarray(), np.full((X.shape[0], 1), model.bias)]).astype(np.float64)
-    for depth in range(model.depth):
-        first, chunk, feature, more, child, value = (
-            part.numpy().astype(np.float64 if part.is_floating_point() else np.int64)
-            for part in model.model.layer(depth))
-        weight, entry = np.zeros((first[-1], model.num_features + 1)), 0
-        for p in range(len(first) - 1):
-            for row in range(chunk[p], chunk[p + 1]):
-                for e in range(entry, entry + more[row] + 1):
-                    weight[first[p] + child[e], feature[row]] = value[e]
-                entry += more[row] + 1
-        yield dense @ weight.T, np.repeat(np.arange(len(first) - 1), np.diff(first))
-
-
 TRANSFORMS = {
     "l3-hinge": lambda z: np.exp(-np.maximum(0, 1 - z)**3),
     "l1-hinge": lambda z: np.exp(-np.maximum(0, 1 - z)),
@@ -54,10 +39,11 @@ COMBINERS = {
 def by_hand(model, X, transforms, combiners):
     """Returns the scores [n, L] of a search that keeps all nodes."""
     scores = None
-    for (products, parents), transform, combiner in zip(margins(model, X), transforms, combiners):
+    for (first_child, products), transform, combiner in zip(layer_margins(model, X), transforms,
+                                                            combiners):
         own = TRANSFORMS[transform](products)
         first = {"multiply": 1.0, "add": 0.0, "last": 0.0}[combiners[0]]
-        above = np.full(own.shape, first) if scores is None else scores[:, parents]
+        above = np.full(own.shape, first) if scores is None else np.repeat(scores, np.diff(first_child), axis=1)
         scores = COMBINERS[combiner](above, own)
     labels = np.empty_like(scores)
     labels[:, model.model.labels().numpy()] = scores
@@ -89,16 +75,16 @@ def test_one_name_stands_for_all_layers(trained):
 def test_the_labels_of_each_query_are_all_scored(trained):
     """Whatever the beam is; a row may have no labels."""
     model, X, _ = trained
-    whole = model.predict(X, L, L).toarray()
+    whole = model.predict(X, L, L, transform="sigmoid").toarray()
     random = np.random.default_rng(3)
     wanted = sp.csr_matrix(random.random((X.shape[0], L)) < random.random((X.shape[0], 1)) * 0.3)
     wanted = wanted.tolil()
     wanted[5] = False
     wanted = wanted.tocsr()
-    found = model.predict(X, L, 1, only=wanted)
+    found = model.predict(X, L, 1, only=wanted, transform="sigmoid")
     assert found.nnz == wanted.nnz and found[5].nnz == 0
     np.testing.assert_array_equal(found.toarray(), whole * wanted.toarray())
-    scores, labels = model.topk(X, 2, 1, only=wanted)
+    scores, labels = model.topk(X, 2, 1, only=wanted, transform="sigmoid")
     best = np.sort(whole * wanted.toarray(), 1)[:, ::-1][:, :2]
     np.testing.assert_array_equal(scores.numpy(), best)
     assert ((labels >= 0).sum(1).numpy() == np.minimum(2, np.diff(wanted.indptr))).all()
