@@ -2,13 +2,16 @@
 
 import contextlib
 import gzip
+import io
+import re
 import shutil
 import sys
 import tempfile
 import zlib
 from os import PathLike, fspath
-from typing import Any, Iterator, Optional, Tuple, TYPE_CHECKING, Union
+from typing import Any, Iterator, List, Optional, Sequence, Tuple, TYPE_CHECKING, Union
 
+import numpy as np
 import torch
 
 from ._core.checks import check_bool
@@ -19,10 +22,12 @@ from ._core.sparse import canonical, csr_matrix
 if TYPE_CHECKING:
     import scipy.sparse
 
-__all__ = ["read_examples", "read_sparse"]
+__all__ = ["read_annif", "read_examples", "read_libsvm", "read_sparse"]
 __dir__ = public_names(__all__)
 
 PathName = Union[str, "PathLike[str]"]
+
+_URI = re.compile("<[^<>\\s]+>")
 
 
 def read_examples(
@@ -120,6 +125,111 @@ def read_sparse(path: PathName, *, scores: bool = False) -> "scipy.sparse.csr_ma
     """
     return read_matrix("read_sparse", path,
                        "scores" if check_bool("read_sparse", "scores", scores) else "features")
+
+
+def read_libsvm(
+    path: PathName, *, classes: Optional[Sequence[float]] = None, num_features: Optional[int] = None
+) -> Tuple["scipy.sparse.csr_matrix", "scipy.sparse.csr_matrix", np.ndarray]:
+    """Reads a file of classes in the format of LIBSVM, such as Sector or ALOI, with
+    ``sklearn.datasets.load_svmlight_file``: per line a class, or several joined by commas, and
+    ``feature:value`` pairs.
+
+    Args:
+        path: a text file; a name that ends in ``.gz`` or ``.bz2`` is decompressed. Features are
+            counted from 1 if no line has a feature 0, else from 0.
+        classes: the classes, in the order of the columns of Y, such as those that this function
+            returned for the training file. None: those of the file, in increasing order.
+        num_features: the number of features of X, for a test file that may lack the last ones. None:
+            the largest in the file.
+
+    Returns:
+        CSR matrices X float32 [n, D] and Y float32 [n, L], whose values are all 1, and the classes
+        float64 [L].
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is malformed; it has a class that is not one of ``classes``; or it has
+            more features than ``num_features``.
+        ImportError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_svmlight_file
+    except ImportError as error:
+        raise ImportError("read_libsvm: expected scikit-learn to be installed: pip install "
+                          "scikit-learn") from error
+    open_regular("read_libsvm", path).close()
+    try:
+        X, found = load_svmlight_file(fspath(path), n_features=num_features, multilabel=True,
+                                      zero_based="auto")
+    except ValueError as error:
+        raise ValueError(f"read_libsvm: expected {fspath(path)} in the format of LIBSVM: "
+                         f"{error}") from error
+    labels = np.array([label for row in found for label in row], np.float64)
+    kinds = np.unique(labels) if classes is None else np.asarray(classes, np.float64)
+    rows = np.repeat(np.arange(len(found)), [len(row) for row in found])
+    Y = _label_matrix("read_libsvm", path, rows, labels, kinds, len(found))
+    return canonical("read_libsvm", fspath(path), X), Y, kinds
+
+
+def read_annif(
+    path: PathName, *, subjects: Optional[Sequence[str]] = None
+) -> Tuple[List[str], "scipy.sparse.csr_matrix", List[str]]:
+    """Reads a corpus of short texts in the format of Annif: per line a text, a tab, and the URIs of
+    its subjects in angle brackets, separated by spaces.
+
+    ``sklearn.feature_extraction.text.TfidfVectorizer`` makes X of the texts.
+
+    Args:
+        path: a text file in UTF-8; a name that ends in ``.gz`` is decompressed.
+        subjects: the URIs, in the order of the columns of Y, such as those that this function
+            returned for the training file. None: those of the file, in alphabetical order.
+
+    Returns:
+        The texts; Y, CSR float32 [n, L], whose values are all 1; and the URIs of the L subjects.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: a line is malformed, or has a subject that is not one of ``subjects``. The
+            message gives file, line and text.
+    """
+    texts, rows, uris = [], [], []
+    with open_regular("read_annif", path) as file:
+        lines = gzip.GzipFile(fileobj=file) if fspath(path).endswith(".gz") else file
+        try:
+            for number, line in enumerate(io.TextIOWrapper(lines, "utf-8"), 1):
+                text, tab, ends = line.rstrip("\n").partition("\t")
+                found = ends.split()
+                if not tab or not all(_URI.fullmatch(uri) for uri in found):
+                    raise ValueError(f"read_annif: expected a text, a tab and <URI>s in "
+                                     f"{fspath(path)}, line {number}, got {line[:80]!r}")
+                texts.append(text)
+                rows += [number - 1] * len(found)
+                uris += [uri[1:-1] for uri in found]
+        except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"read_annif: expected {fspath(path)} as text in UTF-8, got another "
+                             f"file ({error})") from error
+    kinds = sorted(set(uris)) if subjects is None else list(subjects)
+    Y = _label_matrix("read_annif", path, np.array(rows, np.int64), np.array(uris, object),
+                      np.array(kinds, object), len(texts))
+    return texts, Y, kinds
+
+
+def _label_matrix(owner: str, path: PathName, rows: np.ndarray, labels: np.ndarray,
+                  kinds: np.ndarray, count: int) -> "scipy.sparse.csr_matrix":
+    """Returns the pairs of rows and labels, each a column of the kinds."""
+    import scipy.sparse as sp
+
+    column = {kind: i for i, kind in enumerate(kinds)}
+    if len(column) != len(kinds):
+        raise ValueError(f"{owner}: expected different labels, got one of them twice")
+    for label, row in zip(labels, rows):
+        if label not in column:
+            raise ValueError(f"{owner}: expected labels out of {len(kinds)}, got {label!r} in line "
+                             f"{row + 1} of {fspath(path)}")
+    pairs = sp.csr_matrix((np.ones(len(rows), np.float32),
+                           (rows, np.array([column[label] for label in labels], np.int64))),
+                          shape=(count, len(kinds)))
+    return canonical(owner, fspath(path), pairs, "labels")
 
 
 def read_matrix(owner: str, path: PathName, kind: str = "features") -> "scipy.sparse.csr_matrix":

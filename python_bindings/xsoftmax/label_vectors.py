@@ -50,14 +50,15 @@ def pifa(X: Matrix, Y: Matrix) -> "scipy.sparse.csr_matrix":
         raise ValueError(f"pifa: expected X and Y with as many rows, got {X.shape[0]} and "
                          f"{Y.shape[0]}")
     offsets, labels = index_tensors(Y)
-    label_rows = torch.ops.xsoftmax.node_rows(
-        [offsets], [labels], [torch.arange(Y.shape[1], dtype=torch.int32)], Y.shape[1])[:2]
+    label_rows = torch.ops.xsoftmax.node_rows([offsets], [labels],
+                                              [torch.arange(Y.shape[1], dtype=torch.int32)],
+                                              Y.shape[1])[:2]
     sums = long_work.run("label vectors", torch.ops.xsoftmax.sparse_row_sums,
                          *sparse_tensors(X, "pifa"), X.shape[1], *label_rows)
     return csr_matrix(sums[0], sums[1], sums[2], (Y.shape[1], X.shape[1]))
 
 
-def pifa_lf(X: Matrix, Y: Matrix, Z: Matrix, weight: float = 0.5,
+def pifa_lf(X: Matrix, Y: Matrix, Z: Matrix, weight: Union[float, np.ndarray] = 0.5,
             concatenate: bool = True) -> "scipy.sparse.csr_matrix":
     """Combines :func:`pifa` with features of the labels themselves. See
     :mod:`xsoftmax.label_vectors`.
@@ -66,7 +67,8 @@ def pifa_lf(X: Matrix, Y: Matrix, Z: Matrix, weight: float = 0.5,
         X: scipy sparse [n, D], the examples.
         Y: scipy sparse [n, L], their labels.
         Z: scipy sparse [L, F], label features such as tf-idf of the labels' titles.
-        weight: the weight of Z, in [0, 1].
+        weight: the weight of Z, in [0, 1]: one for all labels, or an array [L] with each label's
+            own, for instance larger for labels with few examples.
         concatenate: True: concatenate both parts to [L, D + F]. False: add them, which requires
             F = D.
 
@@ -75,13 +77,18 @@ def pifa_lf(X: Matrix, Y: Matrix, Z: Matrix, weight: float = 0.5,
     """
     import scipy.sparse as sp
 
-    if not 0 <= weight <= 1:
+    weights = np.asarray(weight, np.float32)
+    if not ((weights >= 0) & (weights <= 1)).all():
         raise ValueError(f"pifa_lf: expected weight in [0, 1], got {weight}")
     example_vectors, feature_vectors = pifa(X, Y), unit_rows(canonical("pifa_lf", "Z", Z))
     if feature_vectors.shape[0] != example_vectors.shape[0]:
         raise ValueError(f"pifa_lf: expected Z with a row for each of {example_vectors.shape[0]} "
                          f"labels, got {feature_vectors.shape[0]}")
-    parts = np.float32(1 - weight) * example_vectors, np.float32(weight) * feature_vectors
+    if weights.shape not in ((), example_vectors.shape[:1]):
+        raise ValueError(f"pifa_lf: expected weight as a number or an array of "
+                         f"{example_vectors.shape[0]} labels, got shape {list(weights.shape)}")
+    column = np.broadcast_to(weights, example_vectors.shape[:1])
+    parts = sp.diags(1 - column) @ example_vectors, sp.diags(column) @ feature_vectors
     if concatenate:
         return unit_rows(sp.hstack(parts, format="csr"))
     if parts[0].shape != parts[1].shape:

@@ -18,6 +18,7 @@ from .._core.options import option_text
 from .._core.ranks import digest, ranks_of
 from .._core.sparse import (csr_matrix, index_tensors, query_tensors, sparse_tensors, tensor_of)
 from ..trees.label_tree import LabelTree
+from .xr_linear_resume import TrainingFile, TrainingState
 from .xr_linear_training import (Layers, LayerTraining, Matrix, Progress, Watch, check_examples,
                                  check_pairs, check_relevance, join_names, Names, Only,
                                  select_labels, dense_block, split_schemes, warn_unless_unit_length)
@@ -58,18 +59,17 @@ class XRLinear:
         self.bias, self.transform = model.bias(), model.transform()
 
     @staticmethod
-    def train(
-        X: Matrix, Y: Matrix, *, tree: Optional[LabelTree] = None, arity: int = 16,
-        max_leaf_size: int = 100, negatives: Union[str, Sequence[str]] = "tfn",
-        user_negatives: Optional[Matrix] = None, beam: int = 10, loss: str = "squared_hinge",
-        positive_cost: float = 1.0, negative_cost: float = 1.0, relevance: Optional[Matrix] = None,
-        tolerance: float = 0.1, sweeps: int = 100, bias: float = 1.0, threshold: float = 0.1,
-        max_weights: Optional[int] = None, initial: Optional["XRLinear"] = None,
-        dtype: Optional[torch.dtype] = None, generator: Optional[torch.Generator] = None,
-        progress: Union[bool,
-                        Progress] = False, group: Union["torch.distributed.ProcessGroup",
-                                                        "torch.distributed.DeviceMesh", None] = None
-    ) -> "XRLinear":
+    def train(X: Matrix, Y: Matrix, *, tree: Optional[LabelTree] = None, arity: int = 16,
+              max_leaf_size: int = 100, negatives: Union[str, Sequence[str]] = "tfn",
+              user_negatives: Optional[Matrix] = None, beam: int = 10, loss: str = "squared_hinge",
+              positive_cost: float = 1.0, negative_cost: float = 1.0,
+              relevance: Optional[Matrix] = None, tolerance: float = 0.1, sweeps: int = 100,
+              bias: float = 1.0, threshold: float = 0.1, max_weights: Optional[int] = None,
+              initial: Optional["XRLinear"] = None, dtype: Optional[torch.dtype] = None,
+              generator: Optional[torch.Generator] = None, progress: Union[bool, Progress] = False,
+              group: Union["torch.distributed.ProcessGroup", "torch.distributed.DeviceMesh",
+                           None] = None, resume: Union[str, "PathLike[str]",
+                                                       None] = None) -> "XRLinear":
         r"""Trains a model: one linear classifier per node of a label tree, layer by layer from the
         top.
 
@@ -131,6 +131,11 @@ class XRLinear:
                 every rank receives all of each layer. Only the first rank shows a progress bar and
                 warnings; a progress function is called with the progress of its own rank. ``stats``
                 are totals over all ranks, with the seconds of the slowest. None: one process.
+            resume: a file that keeps the tree and each finished layer. If it exists, training goes
+                on where the file ends, and trains the model of an uninterrupted run; all other
+                arguments must be those of the first call, but for ``generator``, which is not used
+                then. Layers are trained one after the other, which uses many threads less well.
+                Delete the file when the model is saved. Not with ``group``. None: no file.
 
         Returns:
             The trained model.
@@ -138,7 +143,9 @@ class XRLinear:
         Raises:
             ValueError: shapes do not match; a number is not finite; an option is out of range; the
                 tree has labels above its last layer; ``initial`` has a different tree; or arguments
-                differ between ranks, in which case the message names the argument and both values.
+                differ between ranks, or from those in the file ``resume``, in which case the
+                message names the argument and both values.
+            FileNotFoundError: there is no folder for the file ``resume``.
             TypeError: X or Y is not a scipy sparse matrix of real numbers, or an option has the
                 wrong type.
             RuntimeError: another rank failed; the message gives its error.
@@ -152,6 +159,8 @@ class XRLinear:
             if loss not in _LOSSES:
                 raise ValueError(f"XRLinear.train: expected loss as one of {list(_LOSSES)}, got "
                                  f"{loss!r}")
+            if resume is not None and group is not None:
+                raise ValueError("XRLinear.train: expected resume without group, got both")
             if dtype not in (None, torch.float16, torch.float32):
                 raise ValueError("XRLinear.train: expected dtype as torch.float16, torch.float32 "
                                  f"or None, got {dtype}")
@@ -198,7 +207,11 @@ class XRLinear:
         settings, options = ranks.run_together(check_arguments)
         rows = sparse_tensors(X, "XRLinear.train")
         ranks.check_equal(collect_facts)
-        if tree is None:
+        file = None if resume is None else TrainingFile(resume, collect_facts())
+        state = None if file is None else file.load()
+        if state is not None:
+            tree = LabelTree(*state.tree)
+        elif tree is None:
             vectors = ranks.run_together(lambda: sparse_tensors(label_vectors.pifa(X, Y)))
             tree = LabelTree._from_clusters(vectors, X.shape[1], {
                 "arity": arity, "iterations": 10, "max_leaf_size": max_leaf_size, "spherical": True
@@ -206,8 +219,9 @@ class XRLinear:
         layers = Layers(tree)
         schemes = split_schemes(negatives, len(layers.first_child), user_negatives)
         transform = "sigmoid" if loss == "logistic" else "l3-hinge"
-        seed = ranks.share_first(torch.randint(0, 2**63 - 1, (), generator=generator))
-        options += f",seed={int(seed)}"
+        seed = int(ranks.share_first(torch.randint(
+            0, 2**63 - 1, (), generator=generator))) if state is None else state.seed
+        options += f",seed={seed}"
 
         def search(parts: List[List[Tensor]], nodes: int, queries: Any) -> Any:
             matcher = torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform,
@@ -224,8 +238,12 @@ class XRLinear:
             search, dtype, ranks)
         with Watch(progress if ranks.rank == 0 or callable(progress) else False,
                    len(schemes)) as watch:
-            for first, last in training.runs():
+            if state is not None:
+                training.parts, training.stats = state.parts, state.stats
+            for first, last in training.runs(one_by_one=file is not None):
                 training.train(first, last, watch)
+                if file is not None:
+                    file.save(TrainingState(tree.tables(), seed, training.parts, training.stats))
         stats = training.stats
         for depth, layer_stats in enumerate(stats if ranks.rank == 0 else []):
             if layer_stats["weights"] < layer_stats["nodes"] <= layer_stats[

@@ -138,16 +138,16 @@ class LayerTraining:
     def __post_init__(self) -> None:
         self.parts: List[List[Tensor]] = []
         self.stats: List[Dict[str, float]] = []
-        self.labels: Any = None  # the rows of each node of the last layer that was trained
 
-    def runs(self) -> List[Tuple[int, int]]:
-        """Returns ranges of layers that are trained together: those after a layer with beams of
-        their own ("man") do not need the layers before them."""
+    def runs(self, one_by_one: bool) -> List[Tuple[int, int]]:
+        """Returns ranges of layers that are still to be trained, each together: all up to the next
+        layer whose rows are those that beams reach ("man"), or each layer alone."""
+        begin, end = len(self.parts), len(self.schemes)
         starts = [
-            0,
-            *(depth for depth, scheme in enumerate(self.schemes) if depth > 0 and "man" in scheme)
+            depth for depth in range(begin, end)
+            if depth == begin or one_by_one or "man" in self.schemes[depth]
         ]
-        return list(zip(starts, [*starts[1:], len(self.schemes)]))
+        return list(zip(starts, [*starts[1:], end]))
 
     def train(self, first: int, last: int, watch: Watch) -> None:
         """Trains the layers from ``first`` to ``last - 1``."""
@@ -197,7 +197,6 @@ class LayerTraining:
         slowest = ranks.gather(torch.tensor([seconds], dtype=torch.float64)).amax(0).tolist()
         for stats, (matching, training) in zip(self.stats[first:], slowest):
             stats.update({"seconds of matching": matching, "seconds": training})
-        self.labels = labels[-1]
 
     def _parents(self, depth: int, mined: Optional[Pairs], labels: List[Any]) -> Pairs:
         """Returns the training rows of each node above a layer."""
@@ -206,7 +205,7 @@ class LayerTraining:
             return torch.tensor([0, count]), torch.arange(count, dtype=torch.int32)
         scheme, above = self.schemes[depth], self.layers.above[depth - 1]
         if scheme == ["tfn"]:
-            return (labels[-1] if labels else self.labels)[:2]
+            return (labels[-1] if labels else self.layers.lists(depth - 1, self.pairs))[:2]
         matrices = [] if mined is None else [
             (*mined, torch.arange(self.layers.num_nodes(depth - 1), dtype=torch.int32))
         ]

@@ -85,6 +85,9 @@ def make_parser() -> argparse.ArgumentParser:
         "train one model together.")
     data(train, "training examples")
     train.add_argument("model", help="the folder to write")
+    train.add_argument(
+        "--resume", help="a file that keeps finished layers, from which the command "
+        "goes on after an interruption; it is removed when the model is written")
     train.add_argument("--force", action="store_true", help="replace an existing model")
     train.add_argument(
         "--normalize", action="store_true", help="scale rows to length 1, in training and in "
@@ -211,11 +214,13 @@ def train_together(args: argparse.Namespace, group: Optional["torch.distributed.
                            negative_cost=args.negative_cost, tolerance=args.tolerance,
                            sweeps=args.sweeps, bias=args.bias, threshold=args.threshold,
                            max_weights=args.max_weights, generator=generator,
-                           progress=not (args.quiet or args.json), group=group)
+                           progress=not (args.quiet or args.json), group=group, resume=args.resume)
     if not first:
         return
     model.notes["normalize"] = args.normalize
     model.save(args.model)
+    if args.resume is not None:
+        Path(args.resume).unlink()
     if args.json:
         print(
             json.dumps({

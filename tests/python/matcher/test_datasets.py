@@ -1,12 +1,14 @@
 """Files of examples: what is read, and errors of malformed files."""
 
+import gzip
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xsoftmax.datasets import read_examples, read_sparse
+from xsoftmax.datasets import read_annif, read_examples, read_libsvm, read_sparse
 
 GOOD = "3 5 4\n0,2 0:1.5 4:-2e-1\n 1:3\n3\n"
 
@@ -152,3 +154,58 @@ def test_npz_files_with_wrong_numbers_are_refused(tmp_path):
                 read_examples(*(tmp_path / f"{part}.npz" for part in pair))
     X, Y = read_examples(tmp_path / "sound.npz", tmp_path / "sound.npz")
     assert X.dtype == Y.dtype == np.float32 and (Y.data == 1).all()
+
+
+def test_a_file_of_libsvm_is_read(tmp_path):
+    """Classes and features get ids; a test file takes those of the training file."""
+    train, test = tmp_path / "train.svm", tmp_path / "test.svm"
+    train.write_text("3 1:0.5 7:2\n-1 2:1\n3,8 7:1\n")
+    test.write_text("8 1:1\n")
+    X, Y, classes = read_libsvm(train)
+    assert classes.tolist() == [-1, 3, 8]
+    np.testing.assert_array_equal(X.toarray()[:, [0, 1, 6]], [[0.5, 0, 2], [0, 1, 0], [0, 0, 1]])
+    assert X.shape == (3, 7) and Y.toarray().tolist() == [[0, 1, 0], [1, 0, 0], [0, 1, 1]]
+    assert X.dtype == Y.dtype == np.float32
+    X, Y, again = read_libsvm(test, classes=classes, num_features=7)
+    assert X.shape == (1, 7) and Y.toarray().tolist() == [[0, 0, 1]]
+    assert again.tolist() == classes.tolist()
+    with pytest.raises(ValueError, match="labels out of 2, got 8.0 in line 3 of .*train.svm"):
+        read_libsvm(train, classes=[-1, 3])
+    with pytest.raises(ValueError, match="read_libsvm: expected .*train.svm in the format"):
+        read_libsvm(train, num_features=3)
+    train.write_text("one 1:2\n")
+    with pytest.raises(ValueError, match="read_libsvm: expected .*train.svm in the format"):
+        read_libsvm(train)
+    with pytest.raises(FileNotFoundError, match="read_libsvm: there is no file"):
+        read_libsvm(tmp_path / "none")
+
+
+def test_a_corpus_of_annif_is_read(tmp_path):
+    path, packed = tmp_path / "corpus.tsv", tmp_path / "corpus.tsv.gz"
+    text = "Ein Text, mit Komma\t<http://b/2> <http://a/1>\nzwei\t\nthree\t<http://b/2>\n"
+    path.write_text(text)
+    packed.write_bytes(gzip.compress(text.encode()))
+    for name in (path, packed):
+        texts, Y, subjects = read_annif(name)
+        assert texts == ["Ein Text, mit Komma", "zwei", "three"]
+        assert subjects == ["http://a/1", "http://b/2"]
+        assert Y.toarray().tolist() == [[1, 1], [0, 0], [0, 1]] and Y.dtype == np.float32
+    subjects = ["http://c/3", "http://b/2", "http://a/1"]
+    assert read_annif(path, subjects=subjects)[1].toarray().tolist() == [[0, 1, 1], [0, 0, 0],
+                                                                         [0, 1, 0]]
+    for content, message in (("no tab\n", "line 1, got 'no tab"), ("a\t<b>\nc\td\n", "line 2"),
+                             ("a\t<b\n", "a tab and <URI>s")):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_annif(path)
+    path.write_bytes(b"\xff\xfe\t<a>\n")
+    with pytest.raises(ValueError, match="as text in UTF-8"):
+        read_annif(path)
+    packed.write_bytes(b"text")
+    with pytest.raises(ValueError, match="as text in UTF-8"):
+        read_annif(packed)
+    path.write_text(text)
+    with pytest.raises(ValueError, match="labels out of 1, got 'http://b/2' in line 1"):
+        read_annif(path, subjects=["http://a/1"])
+    with pytest.raises(ValueError, match="different labels"):
+        read_annif(path, subjects=["http://a/1", "http://a/1"])

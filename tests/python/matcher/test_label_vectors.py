@@ -79,6 +79,9 @@ def test_sparse_row_sums_equal_dense_sums_for_any_threads(same_for_any_threads):
      "matrix, got ndarray"),
     (lambda: label_vectors.pifa(X, Y[:70]), ValueError, "as many rows, got 80 and 70"),
     (lambda: label_vectors.pifa_lf(X, Y, Z, 1.5), ValueError, r"weight in \[0, 1\]"),
+    (lambda: label_vectors.pifa_lf(X, Y, Z, np.full(150, -0.1)), ValueError, r"weight in \[0, 1\]"),
+    (lambda: label_vectors.pifa_lf(X, Y, Z, np.full(9, 0.1)), ValueError,
+     r"an array of 150 labels, got shape \[9\]"),
     (lambda: label_vectors.pifa_lf(X, Y, Z[:9]), ValueError, "each of 150 labels, got 9"),
     (lambda: label_vectors.pifa_lf(X, Y, Z[:, :9], concatenate=False), ValueError,
      r"Z of shape \[150, 300\]"),
@@ -87,6 +90,14 @@ def test_sparse_row_sums_equal_dense_sums_for_any_threads(same_for_any_threads):
 def test_wrong_arguments_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_each_label_has_its_weight_of_features():
+    weights = np.linspace(0, 1, 150)
+    found = label_vectors.pifa_lf(X, Y, Z, weights).toarray()
+    for label in (0, 40, 149):
+        want = label_vectors.pifa_lf(X, Y, Z, float(weights[label])).toarray()[label]
+        np.testing.assert_allclose(found[label], want, atol=1e-6)
 
 
 def test_a_tree_is_built_from_spectral_vectors():

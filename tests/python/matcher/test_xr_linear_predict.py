@@ -15,8 +15,9 @@ L = 40
 def trained():
     random = np.random.default_rng(0)
     X = sp.random(200, 60, 0.3, format="csr", dtype=np.float32, random_state=1)
-    Y = sp.csr_matrix((np.ones(400, np.float32),
-                       (np.repeat(np.arange(200), 2), random.integers(0, L, 400))), shape=(200, L))
+    Y = sp.csr_matrix(
+        (np.ones(400, np.float32), (np.repeat(np.arange(200), 2), random.integers(0, L, 400))),
+        shape=(200, L))
     tree = xs.LabelTree.from_vectors(xs.label_vectors.pifa(X, Y), 3, max_leaf_size=5,
                                      generator=torch.Generator().manual_seed(0))
     model = xs.XRLinear.train(X, Y, tree=tree, threshold=0.0, dtype=torch.float32,
@@ -26,9 +27,8 @@ def trained():
 
 TRANSFORMS = {
     "l3-hinge": lambda z: np.exp(-np.maximum(0, 1 - z)**3),
-    "l1-hinge": lambda z: np.exp(-np.maximum(0, 1 - z)),
-    "sigmoid": lambda z: 1 / (1 + np.exp(-z)), "identity": lambda z: z,
-    "log-sigmoid": lambda z: -np.log1p(np.exp(-z))
+    "l1-hinge": lambda z: np.exp(-np.maximum(0, 1 - z)), "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
+    "identity": lambda z: z, "log-sigmoid": lambda z: -np.log1p(np.exp(-z))
 }
 COMBINERS = {
     "multiply": lambda parent, own: parent * own, "add": lambda parent, own: parent + own,
@@ -43,7 +43,8 @@ def by_hand(model, X, transforms, combiners):
                                                             combiners):
         own = TRANSFORMS[transform](products)
         first = {"multiply": 1.0, "add": 0.0, "last": 0.0}[combiners[0]]
-        above = np.full(own.shape, first) if scores is None else np.repeat(scores, np.diff(first_child), axis=1)
+        above = np.full(own.shape, first) if scores is None else np.repeat(
+            scores, np.diff(first_child), axis=1)
         scores = COMBINERS[combiner](above, own)
     labels = np.empty_like(scores)
     labels[:, model.model.labels().numpy()] = scores

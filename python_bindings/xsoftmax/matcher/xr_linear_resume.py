@@ -1,0 +1,60 @@
+"""The file from which an interrupted training of XRLinear goes on."""
+
+import os
+from typing import Any, Dict, List, NamedTuple, Union
+
+import torch
+from torch import Tensor
+
+from .._core.files import open_regular, replace_file
+
+_KIND = "xsoftmax training of XRLinear, 1"
+
+
+class TrainingState(NamedTuple):
+    """What training has done so far."""
+
+    tree: List[Tensor]
+    seed: int
+    parts: List[List[Tensor]]
+    """Of the layers that are finished."""
+    stats: List[Dict[str, float]]
+
+
+class TrainingFile:
+    """Keeps the state of a training with the given arguments."""
+    def __init__(self, path: Union[str, "os.PathLike[str]"], arguments: Dict[str, Any]):
+        self.path = os.fspath(path)
+        self.arguments = {name: str(value) for name, value in arguments.items()}
+
+    def load(self) -> Union[TrainingState, None]:
+        """Returns the state in the file; None if there is no file yet.
+
+        Raises:
+            ValueError: the file is none of this class, or of a training with other arguments.
+        """
+        if not os.path.exists(self.path):
+            folder = os.path.dirname(os.path.abspath(self.path))
+            if not os.path.isdir(folder):
+                raise FileNotFoundError(f"XRLinear.train: there is no folder {folder} for the file "
+                                        "of resume")
+            return None
+        with open_regular("XRLinear.train", self.path) as file:
+            try:
+                content = torch.load(file, weights_only=True)
+                if content["kind"] != _KIND:
+                    raise ValueError(content["kind"])
+            except Exception as error:
+                raise ValueError(f"XRLinear.train: expected resume as a file that train wrote, got "
+                                 f"{self.path}: {type(error).__name__}: {error}") from error
+        for name, value in self.arguments.items():
+            other = content["arguments"].get(name, "none")
+            if other != value:
+                raise ValueError(f"XRLinear.train: expected the arguments of the training in "
+                                 f"{self.path}, got {name} {value}, there {other}")
+        return TrainingState(**content["state"])
+
+    def save(self, state: TrainingState) -> None:
+        with replace_file("XRLinear.train", self.path) as draft:
+            torch.save({"kind": _KIND, "arguments": self.arguments, "state": state._asdict()},
+                       draft)
