@@ -224,7 +224,7 @@ def _label_matrix(owner: str, path: PathName, rows: np.ndarray, labels: np.ndarr
         raise ValueError(f"{owner}: expected different labels, got one of them twice")
     for label, row in zip(labels, rows):
         if label not in column:
-            raise ValueError(f"{owner}: expected labels out of {len(kinds)}, got {label!r} in line "
+            raise ValueError(f"{owner}: expected labels out of {len(kinds)}, got {label} in line "
                              f"{row + 1} of {fspath(path)}")
     pairs = sp.csr_matrix((np.ones(len(rows), np.float32),
                            (rows, np.array([column[label] for label in labels], np.int64))),

@@ -156,12 +156,14 @@ class LayerTraining:
         mined = self._mine() if first > 0 and "man" in self.schemes[first] else None
 
         def train_share() -> Any:
-            parents, labels = [], []
+            parents: List[Pairs] = []
+            labels: List[Tuple[Tensor, Tensor, Tensor]] = []
             for depth in depths:
                 parents.append(self._parents(depth, mined if depth == first else None, labels))
                 labels.append(self.layers.lists(depth, self.pairs, self.relevance))
             match_end = time.perf_counter()
-            work, shares = [], []
+            work: List[int] = []
+            shares: List[str] = []
             for depth, (offsets, numbers) in zip(depths, parents):
                 first_child = self.layers.first_child[depth]
                 begin, end = ranks.split_work(
@@ -181,8 +183,8 @@ class LayerTraining:
         *layer_parts, tasks = trained
         busy = [float(tasks[tasks[:, 0] == i, 3].sum()) for i in range(len(depths))]
         for i, depth in enumerate(depths):
-            *parts, counters = layer_parts[6 * i:6 * i + 6]
-            parts = join_chunks(*parts, self.dtype, ranks)
+            *share, counters = layer_parts[6 * i:6 * i + 6]
+            parts = join_chunks(share, self.dtype, ranks)
             self.parts.append([self.layers.first_child[depth], *parts])
             num_sweeps, num_unconverged, num_weights = ranks.sum(counters).tolist()
             self.stats.append({
@@ -303,13 +305,15 @@ def estimate_work(rows: Tuple[Tensor, Tensor, Tensor], first_child: Tensor, offs
     return numbers[offsets].diff() * first_child.diff()
 
 
-def join_chunks(chunk: Tensor, feature: Tensor, row: Tensor, child: Tensor, value: Tensor,
-                dtype: Optional[torch.dtype], ranks: SingleProcess) -> List[Tensor]:
-    """Returns the whole layer, gathered from the shares of all ranks."""
+def join_chunks(share: List[Tensor], dtype: Optional[torch.dtype],
+                ranks: SingleProcess) -> List[Tensor]:
+    """Returns the chunk, feature, more, child and value of a layer, gathered from the shares of all
+    ranks."""
+    chunk, feature, more, child, value = share
     value = narrow_weights(value, dtype, ranks)  # before sending it
     return [
         count_offsets(ranks.gather(chunk.diff())),
-        *(ranks.gather(part) for part in (feature, row, child, value))
+        *(ranks.gather(part) for part in (feature, more, child, value))
     ]
 
 

@@ -410,7 +410,8 @@ def test_a_checkpoint_of_another_number_of_classes_is_refused(cls, strict):
     state = {"loss." + name: value for name, value in saved.state_dict().items()}
     words = [
         f"{cls.__name__}: expected a checkpoint of {N} classes, got one of {N + 5}: ",
-        f"call resize_classes({N + 5}) first, then load_state_dict; to keep {N} classes", "loss.linear.weight"
+        f"call resize_classes({N + 5}) first, then load_state_dict; to keep {N} classes",
+        "loss.linear.weight"
     ]
     refused(RuntimeError, words, model.load_state_dict, state, strict)
     loss.resize_classes(N + 5)  # what the message suggests
