@@ -139,7 +139,7 @@ def read_libsvm(
             counted from 1 if no line has a feature 0, else from 0.
         classes: the classes, in the order of the columns of Y, such as those that this function
             returned for the training file. None: those of the file, in increasing order.
-        num_features: the number of features of X, for a test file that may lack the last ones. None:
+        num_features: the number of features of X, since a test file may lack the last ones. None:
             the largest in the file.
 
     Returns:
