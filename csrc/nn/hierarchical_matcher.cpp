@@ -15,6 +15,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/segment_reduce.h>
 #include <ATen/ops/softplus.h>
 #include <ATen/ops/where.h>
@@ -30,10 +31,27 @@ using at::Tensor;
 
 namespace {
 
-constexpr const char* kSquaredHinge = "squared_hinge";
+constexpr const char *kSquaredHinge = "squared_hinge", *kTeacherForcing = "tfn",
+                     *kMatcherAware = "man";
 
 const char* transform_of(const std::string& loss) {
   return loss == kSquaredHinge ? "log-l3-hinge" : "log-sigmoid";
+}
+
+// Returns the nodes of the layer above that the beam reaches: [Q, beam], padded with -1.
+Tensor beam_nodes(const Tensor& queries, const Edges& edges, int64_t begin,
+                  const HierarchicalMatcherOptions& options) {
+  const TreeTables& tree = edges.tree;
+  if (begin == 1) {
+    return at::zeros_symint({queries.sym_size(0), 1}, tree.parent.options());
+  }
+  const auto above = [&](const Tensor& rows) { return rows.detach().narrow(0, 0, begin - 1); };
+  // The layers above are also a tree.
+  const Tensor children = tree.first_child.narrow(0, 0, begin + 1).clamp_max(begin);
+  return std::get<1>(beam_search(
+      queries.detach(), above(edges.weight),
+      is_defined(edges.bias) ? OptionalTensor(above(*edges.bias)) : std::nullopt, children,
+      at::arange(begin, children.options()), options.beam, transform_of(options.loss)));
 }
 
 } // namespace
@@ -51,6 +69,10 @@ void check_options(const char* op, const HierarchicalMatcherOptions& options) {
                     ": expected loss as one of ['logistic', 'squared_hinge'], got '", options.loss,
                     "'");
   TORCH_CHECK_VALUE(options.beam >= 1, op, ": expected beam of at least 1, got ", options.beam);
+  TORCH_CHECK_VALUE(options.negatives == kTeacherForcing || options.negatives == kMatcherAware ||
+                        options.negatives == "tfn+man",
+                    op, ": expected negatives as one of ['man', 'tfn', 'tfn+man'], got '",
+                    options.negatives, "'");
   reduction_code(op, options.reduction);
 }
 
@@ -86,21 +108,6 @@ Tensor check_step(const char* op, const Tensor& input, const Tensor& target, con
   return rows;
 }
 
-Tensor beam_nodes(const Tensor& queries, const Edges& edges, int64_t begin,
-                  const HierarchicalMatcherOptions& options) {
-  const TreeTables& tree = edges.tree;
-  if (begin == 1) {
-    return at::zeros_symint({queries.sym_size(0), 1}, tree.parent.options());
-  }
-  const auto above = [&](const Tensor& rows) { return rows.detach().narrow(0, 0, begin - 1); };
-  // The layers above are also a tree.
-  const Tensor children = tree.first_child.narrow(0, 0, begin + 1).clamp_max(begin);
-  return std::get<1>(beam_search(
-      queries.detach(), above(edges.weight),
-      is_defined(edges.bias) ? OptionalTensor(above(*edges.bias)) : std::nullopt, children,
-      at::arange(begin, children.options()), options.beam, transform_of(options.loss)));
-}
-
 Tensor true_nodes(const char* op, const Tensor& target, const Edges& edges, int64_t layer) {
   const Layer current_layer(op, edges.layer_sizes, layer);
   const Tensor labels = target.reshape({-1});
@@ -111,6 +118,25 @@ Tensor true_nodes(const char* op, const Tensor& target, const Edges& edges, int6
   }
   return at::where(labels.ge(0).logical_and(node.ge(current_layer.begin)), node, -1)
       .reshape_symint(target.sym_sizes());
+}
+
+Shortlist step_shortlist(const Tensor& queries, const Tensor& targets, const Edges& edges,
+                         const Layer& layer, const HierarchicalMatcherOptions& options,
+                         std::optional<int64_t> most) {
+  const TreeTables& tree = edges.tree;
+  if (options.negatives == kTeacherForcing) {
+    const Tensor none = at::full_symint({queries.sym_size(0), 1}, -1, tree.parent.options());
+    return shortlist(none, targets, tree.first_child, tree.parent, most);
+  }
+  const Tensor parents = beam_nodes(queries, edges, layer.begin, options);
+  if (options.negatives != kMatcherAware) {
+    return shortlist(parents, targets, tree.first_child, tree.parent, most);
+  }
+  const Tensor above = tree.parent.index_select(0, targets.clamp_min(0).reshape({-1}))
+                           .reshape_symint(targets.sym_sizes());
+  const Tensor is_reached = above.unsqueeze(2).eq(parents.unsqueeze(1)).any(2);
+  return shortlist(parents, at::where(is_reached, targets, -1), tree.first_child, tree.parent,
+                   most);
 }
 
 Tensor node_losses(const Tensor& scores, const Tensor& right, const std::string& loss) {
@@ -154,11 +180,10 @@ Tensor matcher_loss(const Tensor& input, const Tensor& weight, const OptionalTen
   const matcher::Layer current_layer(op, layer_sizes, layer);
   TORCH_CHECK_VALUE(group_sizes.size() == layer_sizes.size(), op, ": expected group_sizes of ",
                     layer_sizes.size(), " layers, got ", group_sizes.size());
-  const Tensor wanted = matcher::true_nodes(
+  const Tensor correct = matcher::true_nodes(
       op, target.reshape_symint({queries.sym_size(0), target.sym_size(-1)}), edges, layer);
-  const auto [nodes, offsets, right] =
-      shortlist(matcher::beam_nodes(queries, edges, current_layer.begin, options), wanted,
-                tree.first_child, tree.parent, group_sizes[layer - 1]);
+  const auto [nodes, offsets, right] = matcher::step_shortlist(
+      queries, correct, edges, current_layer, options, group_sizes[layer - 1]);
   // Padding: kernels on a device pad the shortlists instead of waiting for their sizes.
   const Tensor is_padding = right.lt(0);
   const Tensor scores =

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "matcher/shortlist.h"
 #include "tree/label_tree.h"
 
 #include <xsoftmax/matcher.h>
@@ -16,8 +17,9 @@ namespace xsoftmax {
 
 // matcher_loss(input, weight, bias, target, tree, layer_sizes, group_sizes, layer, options) ->
 // loss: returns the loss over the shortlist S of each query: the children of the `beam` best nodes
-// of the layer above and of the parents of its true nodes (matcher/shortlist.h). With y_c = 1 if a
-// true label is c or below c, else -1, and s_c = w_c . input + b_c:
+// of the layer above ("man"), of the parents of its true nodes ("tfn"), or of both
+// (matcher/shortlist.h). With y_c = 1 if a true label is c or below c, else -1, and s_c = w_c .
+// input + b_c:
 //
 //     sum_{c in S} max(0, 1 - y_c s_c)^2         "squared_hinge"
 //     sum_{c in S} log(1 + e^{-y_c s_c})         "logistic"
@@ -84,9 +86,11 @@ void check_options(const char* op, const HierarchicalMatcherOptions& options);
 /// Checks the arguments of a step before anything is computed. Returns the queries, [Q, D].
 at::Tensor check_step(const char* op, const at::Tensor& input, const at::Tensor& target,
                       const Edges& edges);
-/// Returns the nodes of the layer above that the beam reaches: [Q, beam], padded with -1.
-at::Tensor beam_nodes(const at::Tensor& queries, const Edges& edges, int64_t begin,
-                      const HierarchicalMatcherOptions& options);
+/// Returns the shortlists of a step (matcher/shortlist.h), by the option `negatives`. targets: the
+/// true nodes [Q, T] of the layer; those that no parent on the shortlist has are ignored.
+Shortlist step_shortlist(const at::Tensor& queries, const at::Tensor& targets, const Edges& edges,
+                         const Layer& layer, const HierarchicalMatcherOptions& options,
+                         std::optional<int64_t> most = std::nullopt);
 /// Returns the nodes of a layer above the true labels [Q, T]; -1 where there is none.
 at::Tensor true_nodes(const char* op, const at::Tensor& target, const Edges& edges, int64_t layer);
 /// Returns the loss of each node on the shortlists. right: 1 for true nodes, else 0.

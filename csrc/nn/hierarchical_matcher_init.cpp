@@ -100,9 +100,8 @@ std::pair<Tensor, Tensor> scores_of_sample(const Examples& examples, const Edges
   std::vector<Tensor> scores, right;
   for (const Tensor& part : sample.split(kPart)) {
     const Tensor queries = examples.queries.index_select(0, part);
-    const auto [nodes, offsets, is_right] =
-        shortlist(matcher::beam_nodes(queries, edges, current_layer.begin, options),
-                  examples.nodes.index_select(0, part), edges.tree.first_child, edges.tree.parent);
+    const auto [nodes, offsets, is_right] = matcher::step_shortlist(
+        queries, examples.nodes.index_select(0, part), edges, current_layer, options);
     scores.push_back(ragged_scores(queries.to(prototype_sums.rows.scalar_type()),
                                    prototype_sums.rows, prototype_sums.shift,
                                    nodes - current_layer.begin, offsets,

@@ -250,6 +250,9 @@ namespace xsoftmax {
 struct HierarchicalMatcherOptions {
   std::string loss = "squared_hinge"; ///< "squared_hinge" or "logistic"
   int64_t beam = 10; ///< number of nodes per layer whose children are scored, at least 1
+  /// The parents whose children a step scores: "tfn" (teacher forcing): those of the correct nodes;
+  /// "man" (matcher-aware): those that the beam reaches; "tfn+man": both
+  std::string negatives = "tfn+man";
   std::string reduction = "mean"; ///< over queries: "mean", "sum" or "none"
   bool bias = true;
   /// row-sparse gradient of the edges, as in SamplingOptions
@@ -260,6 +263,7 @@ struct HierarchicalMatcherOptions {
   void visit(Visitor& visitor) {
     visitor("loss", loss);
     visitor("beam", beam);
+    visitor("negatives", negatives);
     visitor("reduction", reduction);
     visitor("sparse_grad", sparse_grad);
   }
@@ -269,8 +273,8 @@ namespace nn {
 
 /// A label tree with a linear classifier for each node, trained layer by layer with one encoder (Yu
 /// et al., 2022, section 4). The loss of a query is summed over the nodes of the current layer
-/// whose parents are reached by the beam or are ancestors of the query's correct labels. After the
-/// last layer is trained, `topk` finds the best labels by beam search.
+/// whose parents are reached by the beam or are ancestors of the query's correct labels (option
+/// `negatives`). After the last layer is trained, `topk` finds the best labels by beam search.
 ///
 /// Throws ValueError for options and shapes, TypeError for dtypes, and IndexError for labels out of
 /// range (checked on the CPU). An error changes nothing.

@@ -14,6 +14,7 @@ from ..tables.table_module import TableModule, make_linear
 from ..trees.label_tree import LabelTree
 
 _LOSSES = ("logistic", "squared_hinge")
+_NEGATIVES = ("man", "tfn", "tfn+man")
 
 
 @torch.library.register_fake("xsoftmax::shortlist")
@@ -34,7 +35,7 @@ class HierarchicalMatcher(TableModule):
 
     One layer is trained at a time, the current layer. There, the shortlist S of a query holds the
     children of the ``beam`` best nodes of the layer above, and the children of that layer's nodes
-    above its target labels. With y_c = 1 if a target label is at or below c, else -1, the loss of a
+    above its target labels (see ``negatives``). With y_c = 1 if a target label is at or below c, else -1, the loss of a
     query is::
 
         sum_{c in S} max(0, 1 - y_c (w_c . input + b_c))^2         # "squared_hinge"
@@ -59,6 +60,9 @@ class HierarchicalMatcher(TableModule):
         loss: "squared_hinge" or "logistic".
         beam: the beam width in training and the default in :meth:`topk`: the number of nodes per
             layer whose children are scored; at least 1.
+        negatives: the nodes of the layer above whose children are scored in training. "tfn"
+            (teacher forcing): those above the target labels. "man" (matcher-aware): those that the
+            beam reaches; targets below others have no loss. "tfn+man": both.
         reduction: over queries: "mean", "sum" or "none".
         bias, sparse_grad: as in :class:`SampledSoftmaxLoss`.
         device, dtype: of the edges. The dtype is float32, float64, bfloat16 or float16.
@@ -83,11 +87,11 @@ class HierarchicalMatcher(TableModule):
         RuntimeError: as :class:`SampledSoftmaxLoss`.
     """
 
-    _option_names = ("loss", "beam", "reduction", "sparse_grad")
+    _option_names = ("loss", "beam", "negatives", "reduction", "sparse_grad")
 
     def __init__(self, in_features: int, tree: LabelTree, *, loss: str = "squared_hinge",
-                 beam: int = 10, bias: bool = True, reduction: str = "mean",
-                 sparse_grad: Optional[bool] = None, device: Device = None,
+                 beam: int = 10, negatives: str = "tfn+man", bias: bool = True,
+                 reduction: str = "mean", sparse_grad: Optional[bool] = None, device: Device = None,
                  dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
         if not isinstance(tree, LabelTree):
@@ -97,7 +101,7 @@ class HierarchicalMatcher(TableModule):
             raise ValueError("HierarchicalMatcher: expected a tree of at least 2 nodes, got 1")
         self._init_table(in_features, tree.num_classes, reduction=reduction,
                          sparse_grad=sparse_grad)
-        self._init_options(loss=loss, beam=beam)
+        self._init_options(loss=loss, beam=beam, negatives=negatives)
         self.tree = tree.clone().to(device_of_values(device))
         self.edges = make_linear(self._name, self.in_features, tree.num_edges, bias, device, dtype)
         self.register_buffer("layer", torch.ones((), dtype=torch.int64, device="cpu"))
@@ -105,6 +109,9 @@ class HierarchicalMatcher(TableModule):
     def _check_option(self, name: str, value: Any) -> Any:
         if name == "loss" and value not in _LOSSES:
             raise ValueError(f"{self._name}: expected loss as one of {[*_LOSSES]}, got {value!r}")
+        if name == "negatives" and value not in _NEGATIVES:
+            raise ValueError(f"{self._name}: expected negatives as one of {[*_NEGATIVES]}, got "
+                             f"{value!r}")
         if name == "beam":
             return check_count(self._name, name, value, 1)
         return super()._check_option(name, value)

@@ -99,10 +99,9 @@ def naive_loss(matcher, input, target, layer):
             v
             for label in target[q].tolist() if label >= 0 for v in paths[label] if begin <= v < end
         }
-        above = {v
-                 for v in reached if int(tree.first_child[v]) >= begin
-                 } | {int(tree.parent[v])
-                      for v in right}
+        by_beam = {v for v in reached if int(tree.first_child[v]) >= begin}
+        by_target = {int(tree.parent[v]) for v in right}
+        above = {"man": by_beam, "tfn": by_target, "tfn+man": by_beam | by_target}[matcher.negatives]
         total = torch.zeros(())
         for c in range(begin, end):
             if int(tree.parent[c]) in above:
@@ -115,10 +114,11 @@ def naive_loss(matcher, input, target, layer):
 
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("loss", ["squared_hinge", "logistic"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_loss_and_gradient_on_every_layer_equal_a_loop(name, loss, bias):
-    matcher, input, target = make(name, loss=loss, bias=bias, beam=2, reduction="none",
-                                  sparse_grad=True)
+@pytest.mark.parametrize("bias, negatives", [(True, "tfn+man"), (False, "tfn"), (True, "tfn"),
+                                             (True, "man")])
+def test_loss_and_gradient_on_every_layer_equal_a_loop(name, loss, bias, negatives):
+    matcher, input, target = make(name, loss=loss, bias=bias, beam=2, negatives=negatives,
+                                  reduction="none", sparse_grad=True)
     input.requires_grad_()
     for layer in range(1, matcher.tree.depth + 1):
         assert int(matcher.layer) == layer
