@@ -1,0 +1,162 @@
+"""Compares settings of XR-Linear: number of trees T, branching B, random trees, settings of each
+layer, and a ranker after a matcher.
+
+    python benchmarks/xr_linear_settings.py [--delicious FILE] [--gowalla FOLDER] [--novels FILE]
+                                            [--seeds 3] [--threads 2] [--json [FILE]]
+
+T trees are averaged. B is the largest number of children; clusters have up to 100 labels. A random
+tree has the shape of the tree with B = 32. By layer: TFN negatives and products of scores above,
+TFN + MAN and the classifier's own score on the last layer (Yu et al., 2022, section 3). Ranker: a
+second model of another tree is trained with the 20 best labels of the first one as additional
+negatives, and scores these labels for the test examples (X-Transformer's composition, with a linear
+matcher). The beam is 10. Means over seeds, with standard errors; times are medians.
+
+The tables correspond to Table 6 of that paper, on other data sets.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import extreme_data
+import xsoftmax as xs
+from records import add_json, report, table
+
+RANKS, SHORTLIST = (1, 3, 5), 20
+
+
+class Set:
+    def __init__(self, parts: dict) -> None:
+        (self.X, self.Y), (self.queries, self.truth) = (
+            tuple(self.clean(matrix) for matrix in parts[part]) for part in ("train", "test"))
+        self.vectors = xs.label_vectors.pifa(self.X, self.Y)
+
+    @staticmethod
+    def clean(matrix):
+        matrix = matrix.tocsr().astype(np.float32)
+        matrix.sort_indices()
+        return matrix
+
+    def tree(self, arity: int, generator: torch.Generator, vectors=None) -> xs.LabelTree:
+        return xs.LabelTree.from_vectors(self.vectors if vectors is None else vectors, arity,
+                                         max_leaf_size=100, generator=generator)
+
+    def random_tree(self, arity: int, generator: torch.Generator) -> xs.LabelTree:
+        return self.tree(arity, generator,
+                         torch.randn(self.Y.shape[1], 8, generator=generator).numpy())
+
+
+def trees(data: Set, seed: int, count: int, arity: int, make=Set.tree):
+    """Returns seconds of training and of prediction, and predictions averaged over trees."""
+    models, begin = [], time.perf_counter()
+    for number in range(count):
+        generator = torch.Generator().manual_seed(100 * seed + number)
+        models.append(
+            xs.XRLinear.train(data.X, data.Y, tree=make(data, arity, generator),
+                              generator=generator))
+    trained = time.perf_counter()
+    found = [model.predict(data.queries, 20) for model in models]
+    found = found[0] if count == 1 else xs.combine_predictions(found, "average", 20)
+    return trained - begin, time.perf_counter() - trained, found
+
+
+def by_layer(data: Set, seed: int):
+    generator = torch.Generator().manual_seed(100 * seed)
+    begin = time.perf_counter()
+    tree = data.tree(32, generator)
+    model = xs.XRLinear.train(data.X, data.Y, tree=tree,
+                              negatives=["tfn"] * (tree.depth - 1) + ["tfn+man"],
+                              generator=generator)
+    trained = time.perf_counter()
+    found = model.predict(data.queries, 20, combiner=["multiply"] * (tree.depth - 1) + ["last"])
+    return trained - begin, time.perf_counter() - trained, found
+
+
+def ranker(data: Set, seed: int):
+    generator = torch.Generator().manual_seed(100 * seed)
+    begin = time.perf_counter()
+    matcher = xs.XRLinear.train(data.X, data.Y, tree=data.tree(32, generator), generator=generator)
+    model = xs.XRLinear.train(data.X, data.Y, tree=data.tree(32, generator), negatives="tfn+user",
+                              user_negatives=matcher.predict(data.X, SHORTLIST),
+                              generator=generator)
+    trained = time.perf_counter()
+    shortlist = matcher.predict(data.queries, SHORTLIST)
+    found = model.predict(data.queries, 20, only=shortlist, combiner="last")
+    return trained - begin, time.perf_counter() - trained, found
+
+
+SETTINGS = {
+    "T = 1, B = 32": lambda data, seed: trees(data, seed, 1, 32),
+    "T = 1, B = 16 (default)": lambda data, seed: trees(data, seed, 1, 16),
+    "T = 1, B = 8": lambda data, seed: trees(data, seed, 1, 8),
+    "T = 1, B = 2": lambda data, seed: trees(data, seed, 1, 2),
+    "T = 3, B = 32": lambda data, seed: trees(data, seed, 3, 32),
+    "T = 3, B = 8": lambda data, seed: trees(data, seed, 3, 8),
+    "T = 3, B = 2": lambda data, seed: trees(data, seed, 3, 2),
+    "T = 1, B = 32, random tree": lambda data, seed: trees(data, seed, 1, 32, Set.random_tree),
+    "T = 1, B = 32, by layer": by_layer,
+    "matcher, then ranker": ranker,
+}
+
+
+def measure(args: argparse.Namespace, name: str, data: Set) -> list[dict]:
+    rows: list[dict] = []
+    for setting, run in SETTINGS.items():
+        runs = []
+        for seed in range(args.seeds):
+            train_seconds, predict_seconds, found = run(data, seed)
+            runs.append({"training": train_seconds, "prediction": predict_seconds} | {
+                f"{what}@{k}": 100 * metric(found, data.truth, k)
+                for what, metric in (("P", xs.metrics.precision_at_k), ("R",
+                                                                        xs.metrics.recall_at_k))
+                for k in RANKS
+            })
+        rows.append({"set": name, "setting": setting, "runs": runs})
+    return rows
+
+
+def texts(row: dict) -> dict:
+    shown = {"set": row["set"], "setting": row["setting"]}
+    for figure in row["runs"][0]:
+        values = [run[figure] for run in row["runs"]]
+        if "@" in figure:
+            error = statistics.stdev(values) / len(values)**0.5 if len(values) > 1 else 0.0
+            shown[figure] = f"{statistics.mean(values):.2f} +- {error:.2f}"
+        else:
+            shown[f"{figure}, s"] = f"{statistics.median(values):.2f}"
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("delicious", "gowalla", "novels"):
+        parser.add_argument(f"--{name}", type=Path, help="the file or folder of this set")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    add_json(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    readers = {
+        name: reader
+        for name, reader in (("delicious", extreme_data.delicious), ("gowalla",
+                                                                     extreme_data.gowalla),
+                             ("novels", extreme_data.novels)) if getattr(args, name)
+    }
+    if not readers:
+        parser.error("expected at least one of --delicious, --gowalla and --novels, got none")
+    rows = []
+    for name, reader in readers.items():
+        rows += measure(args, name, Set(extreme_data.split(*reader(getattr(args, name)), seed=0)))
+    report(args, __doc__, question="Which settings of XR-Linear pay?",
+           against="the default: one tree of 16 children per node", figures=rows,
+           tables=[table([texts(row) for row in rows if row["set"] == name], name)
+                   for name in readers])
+
+
+if __name__ == "__main__":
+    main()
