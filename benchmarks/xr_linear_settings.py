@@ -31,8 +31,9 @@ RANKS, SHORTLIST = (1, 3, 5), 20
 
 class Set:
     def __init__(self, parts: dict) -> None:
-        (self.X, self.Y), (self.queries, self.truth) = (
-            tuple(self.clean(matrix) for matrix in parts[part]) for part in ("train", "test"))
+        (self.X, self.Y), (self.queries,
+                           self.truth) = (tuple(self.clean(matrix) for matrix in parts[part])
+                                          for part in ("train", "test"))
         self.vectors = xs.label_vectors.pifa(self.X, self.Y)
 
     @staticmethod
@@ -81,8 +82,8 @@ def ranker(data: Set, seed: int):
     begin = time.perf_counter()
     matcher = xs.XRLinear.train(data.X, data.Y, tree=data.tree(32, generator), generator=generator)
     model = xs.XRLinear.train(data.X, data.Y, tree=data.tree(32, generator), negatives="tfn+user",
-                              user_negatives=matcher.predict(data.X, SHORTLIST),
-                              generator=generator)
+                              user_negatives=matcher.predict(data.X,
+                                                             SHORTLIST), generator=generator)
     trained = time.perf_counter()
     shortlist = matcher.predict(data.queries, SHORTLIST)
     found = model.predict(data.queries, 20, only=shortlist, combiner="last")
@@ -111,8 +112,8 @@ def measure(args: argparse.Namespace, name: str, data: Set) -> list[dict]:
             train_seconds, predict_seconds, found = run(data, seed)
             runs.append({"training": train_seconds, "prediction": predict_seconds} | {
                 f"{what}@{k}": 100 * metric(found, data.truth, k)
-                for what, metric in (("P", xs.metrics.precision_at_k), ("R",
-                                                                        xs.metrics.recall_at_k))
+                for what, metric in (("P", xs.metrics.precision_at_k),
+                                     ("R", xs.metrics.recall_at_k))
                 for k in RANKS
             })
         rows.append({"set": name, "setting": setting, "runs": runs})
@@ -143,19 +144,20 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     readers = {
         name: reader
-        for name, reader in (("delicious", extreme_data.delicious), ("gowalla",
-                                                                     extreme_data.gowalla),
-                             ("novels", extreme_data.novels)) if getattr(args, name)
+        for name, reader in (("delicious", extreme_data.delicious),
+                             ("gowalla", extreme_data.gowalla), ("novels", extreme_data.novels))
+        if getattr(args, name)
     }
     if not readers:
         parser.error("expected at least one of --delicious, --gowalla and --novels, got none")
     rows = []
     for name, reader in readers.items():
         rows += measure(args, name, Set(extreme_data.split(*reader(getattr(args, name)), seed=0)))
-    report(args, __doc__, question="Which settings of XR-Linear pay?",
-           against="the default: one tree of 16 children per node", figures=rows,
-           tables=[table([texts(row) for row in rows if row["set"] == name], name)
-                   for name in readers])
+    report(
+        args, __doc__, question="Which settings of XR-Linear pay?",
+        against="the default: one tree of 16 children per node", figures=rows, tables=[
+            table([texts(row) for row in rows if row["set"] == name], name) for name in readers
+        ])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Text encoders with outputs [Q, width]."""
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -49,3 +52,66 @@ class Transformer(nn.Module):
             src_key_padding_mask=missing)
         kept = (~missing).unsqueeze(2).to(hidden.dtype)
         return self.norm((hidden * kept).sum(1) / kept.sum(1))
+
+
+class HuggingFace(nn.Module):
+    """The mean of the last hidden states of an encoder of the transformers library.
+
+    Args:
+        name: a model of the Hugging Face Hub, or a folder that save() or save_pretrained() wrote.
+            None: a small BERT that has yet to be trained, with a WordPiece tokenizer of `texts`.
+        texts, width, dropout, layers, heads, vocabulary: of that BERT.
+        length: the largest number of tokens of a text.
+    """
+    def __init__(self, name: str | None, texts: list[str], width: int, dropout: float, *,
+                 layers: int = 4, heads: int = 4, vocabulary: int = 8192, length: int = 96):
+        from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
+
+        super().__init__()
+        self.length = length
+        if name is None:
+            self.tokenizer: Any = train_tokenizer(texts, vocabulary)
+            config = BertConfig(len(self.tokenizer), width, layers, heads, 4 * width,
+                                hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+                                max_position_embeddings=length)
+            self.encoder: Any = BertModel(config, add_pooling_layer=False)
+        else:
+            self.tokenizer = AutoTokenizer.from_pretrained(name)
+            self.encoder = AutoModel.from_pretrained(name)
+        self.width = self.encoder.config.hidden_size
+
+    def tokenize(self, texts: list[str]) -> Tensor:
+        """Returns token ids [Q, T], padded at the end."""
+        return self.tokenizer(texts, truncation=True, max_length=self.length, padding=True,
+                              return_tensors="pt")["input_ids"]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        is_token = tokens != self.tokenizer.pad_token_id
+        hidden = self.encoder(input_ids=tokens, attention_mask=is_token.long()).last_hidden_state
+        kept = is_token.unsqueeze(2).to(hidden.dtype)
+        return (hidden * kept).sum(1) / kept.sum(1).clamp(min=1)
+
+    def save(self, folder: Path) -> None:
+        self.encoder.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def train_tokenizer(texts: list[str], vocabulary: int) -> Any:
+    """Returns a WordPiece tokenizer with the tokens of BERT."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {
+        "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"
+    }
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.WordPieceTrainer(vocab_size=vocabulary, show_progress=False,
+                                  special_tokens=list(special.values())))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -28,7 +28,7 @@ from examples.common.arguments import fraction, positive, report_errors
 from examples.common.errors import UsageError
 from examples.common.report import write_text
 from examples.extreme_labels import data, report
-from examples.extreme_labels.model import BagOfWords, Transformer
+from examples.extreme_labels.model import BagOfWords, HuggingFace, Transformer
 
 TOPK, BEAM, SINGLES = 10, 10, 500
 
@@ -51,8 +51,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     tree.add_argument("--negatives", default="tfn", choices=["tfn", "man", "tfn+man"],
                       help="default: %(default)s")
     neural = parser.add_argument_group("neural matcher")
-    neural.add_argument("--encoder", choices=["bag", "transformer", "none"], default="bag",
-                        help="none: only the linear model (default: %(default)s)")
+    neural.add_argument("--encoder", choices=["bag", "transformer", "huggingface", "none"],
+                        default="bag", help="none: only the linear model (default: %(default)s)")
+    neural.add_argument(
+        "--model", help="for huggingface: a pretrained encoder of the Hugging Face "
+        "Hub, or a folder with one (default: a small BERT, trained from scratch)")
+    neural.add_argument("--neural-negatives", default="tfn+man", choices=["tfn", "man", "tfn+man"],
+                        help="default: %(default)s")
+    neural.add_argument("--device", type=torch.device,
+                        default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="of the encoder and the matcher (default: %(default)s)")
     neural.add_argument("--width", type=positive(int), default=128, help="default: %(default)s")
     neural.add_argument("--dropout", type=fraction, default=0.3, help="default: %(default)s")
     neural.add_argument("--loss", choices=["squared_hinge", "logistic"], default="squared_hinge",
@@ -71,6 +79,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--lr", type=positive(float), default=1e-3, help="initial learning rate of "
         "a cosine schedule per layer (default: "
         "%(default)s)")
+    neural.add_argument(
+        "--encoder-lr", type=positive(float), help="learning rate of the encoder, "
+        "for example 5e-5 for a pretrained one (default: --lr)")
     neural.add_argument("--last-lr", type=positive(float), help="that of the last layer (default: "
                         "--lr)")
     neural.add_argument("--beam", type=positive(int, least=TOPK), default=BEAM,
@@ -105,14 +116,21 @@ class Neural:
                 for i, word in enumerate((w for w, count in counts.items() if count >= 2), 1)
             }
             self.encoder = Transformer(len(self.ids), args.width, args.dropout)
+        elif args.encoder == "huggingface":
+            self.encoder = HuggingFace(args.model, dataset.train.texts, args.width, args.dropout)
         else:
             self.encoder = BagOfWords(dataset.train.X.shape[1], args.width, args.dropout,
                                       begin_linear=args.init == "prototypes")
-        self.matcher = xs.HierarchicalMatcher(args.width, tree, loss=args.loss, beam=BEAM)
+        width = self.encoder.width if args.encoder == "huggingface" else args.width
+        self.encoder.to(args.device)
+        self.matcher = xs.HierarchicalMatcher(width, tree, loss=args.loss, beam=BEAM,
+                                              negatives=args.neural_negatives, device=args.device)
 
     def read(self, part: data.Part) -> Tensor | sp.csr_matrix:
         if isinstance(self.encoder, BagOfWords):
             return part.X
+        if isinstance(self.encoder, HuggingFace):
+            return self.encoder.tokenize(part.texts)
         found = torch.zeros(len(part.texts), self.encoder.length, dtype=torch.int64)
         for i, text in enumerate(part.texts):
             ids = [self.ids[word]
@@ -121,11 +139,18 @@ class Neural:
         return found
 
     def encode(self, rows: Tensor | sp.csr_matrix) -> Tensor:
+        device = self.args.device
         if isinstance(rows, Tensor):
-            return self.encoder(rows[:, :max(int((rows != 0).sum(1).max()), 1)])
+            padding = self.encoder.tokenizer.pad_token_id if isinstance(self.encoder,
+                                                                        HuggingFace) else 0
+            return self.encoder(rows[:, :max(int((rows != padding).sum(1).max()), 1)].to(device))
         return self.encoder(
-            torch.from_numpy(rows.indices).long(),
-            torch.from_numpy(rows.indptr[:-1]).long(), torch.from_numpy(rows.data))
+            torch.from_numpy(rows.indices).long().to(device),
+            torch.from_numpy(rows.indptr[:-1]).long().to(device),
+            torch.from_numpy(rows.data).to(device))
+
+    def on_device(self, *tensors: Tensor) -> list[Tensor]:
+        return [tensor.to(self.args.device) for tensor in tensors]
 
     def train(self, part: data.Part) -> None:
         """Trains layer by layer.
@@ -140,29 +165,31 @@ class Neural:
         for layer in range(1, depth + 1):
             last = layer == depth
             if prototypes:
-                matcher.init_from_prototypes(self.embed(part), target)
+                matcher.init_from_prototypes(*self.on_device(self.embed(part), target))
             self.train_layer(part, target, last_epochs if last else args.epochs,
                              args.last_lr or args.lr if last else args.lr, last or not prototypes)
             matcher.next_layer()
         if prototypes and last_epochs > 0:
             for layer in range(1, depth):
                 matcher.layer.fill_(layer)
-                matcher.init_from_prototypes(self.embed(part), target)
+                matcher.init_from_prototypes(*self.on_device(self.embed(part), target))
                 self.train_layer(part, target, args.epochs, args.lr, False)
             matcher.layer.fill_(depth)
 
     def train_layer(self, part: data.Part, target: Tensor, epochs: float, lr: float,
                     with_encoder: bool) -> None:
         args, input = self.args, self.read(part)
-        parameters = [
-            *(self.encoder.parameters() if with_encoder else ()), *self.matcher.parameters()
-        ]
+        of_encoder = list(self.encoder.parameters()) if with_encoder else []
+        parameters = [*of_encoder, *self.matcher.parameters()]
+        groups = [{"params": self.matcher.parameters()}]
+        if of_encoder:
+            groups.append({"params": of_encoder, "lr": args.encoder_lr or lr})
         self.encoder.requires_grad_(with_encoder).train()
         epoch_steps = -(-len(target) // args.batch_size)
         steps = round(epoch_steps * epochs)
         if steps == 0:
             return
-        optimizer = xs.optim.RowAdam(parameters, lr=lr)
+        optimizer = xs.optim.RowAdam(groups, lr=lr)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         recent, layer = 0.0, f"layer {int(self.matcher.layer)} of {self.matcher.tree.depth}"
         bar = tqdm(range(steps), desc=layer, mininterval=1, disable=not sys.stderr.isatty())
@@ -170,7 +197,7 @@ class Neural:
             if step % epoch_steps == 0:
                 rows = self.order.permutation(len(target))
             some = rows[step % epoch_steps * args.batch_size:][:args.batch_size]
-            loss = self.matcher(self.encode(input[some]), target[some])
+            loss = self.matcher(self.encode(input[some]), target[some].to(args.device))
             optimizer.zero_grad()
             loss.backward()
             xs.clip_grad_norm_(parameters, 10.0)
@@ -186,7 +213,8 @@ class Neural:
     def embed(self, part: data.Part) -> Tensor:
         self.encoder.eval()
         input = self.read(part)
-        return torch.cat([self.encode(input[i:i + 512]) for i in range(0, part.Y.shape[0], 512)])
+        return torch.cat(
+            [self.encode(input[i:i + 512]).cpu() for i in range(0, part.Y.shape[0], 512)])
 
     def unit_rows(self, part: data.Part) -> Tensor:
         return torch.nn.functional.normalize(self.embed(part))
@@ -198,7 +226,7 @@ class Neural:
         for i in range(0, part.Y.shape[0], 512):
             scores, labels = self.matcher.topk(self.encode(input[i:i + 512]),
                                                min(TOPK, part.Y.shape[1]), self.args.beam)
-            found.append((scores, labels))
+            found.append((scores.cpu(), labels.cpu()))
         scores, labels = (torch.cat(half) for half in zip(*found))
         there = labels >= 0
         ends = np.r_[0, there.sum(1).cumsum(0).numpy()]
@@ -252,13 +280,16 @@ def timed(run: Callable):
 def train(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.encoder == "transformer" and args.init == "prototypes":
-        raise UsageError("--encoder transformer --init prototypes: expected an encoder that tells "
-                         "texts apart before it is trained; use --encoder bag")
+    if args.encoder in ("transformer", "huggingface") and args.model is None and (args.init
+                                                                                  == "prototypes"):
+        raise UsageError(f"--encoder {args.encoder} --init prototypes: expected an encoder that "
+                         "tells texts apart before it is trained; use --encoder bag, or --model")
     dataset = data.load_dataset(args.data, args.max_examples)
-    if args.encoder == "transformer" and dataset.train.texts is None:
-        raise UsageError("--encoder transformer: expected texts, got data of features alone; use "
-                         "--encoder bag")
+    if args.model is not None and args.encoder != "huggingface":
+        raise UsageError(f"--model: expected --encoder huggingface, got {args.encoder}")
+    if args.encoder in ("transformer", "huggingface") and dataset.train.texts is None:
+        raise UsageError(f"--encoder {args.encoder}: expected texts, got data of features alone; "
+                         "use --encoder bag")
     X, Y = dataset.train.X, dataset.train.Y
     print(
         f"{dataset.name}: {Y.shape[1]:,} labels, {X.shape[1]:,} features, {X.shape[0]:,} "
@@ -284,6 +315,8 @@ def train(args: argparse.Namespace) -> int:
         _, seconds = timed(lambda: neural.train(dataset.train))
         torch.save({"encoder": neural.encoder.state_dict(), "matcher": neural.matcher.state_dict()},
                    args.output / "neural.pt")
+        if isinstance(neural.encoder, HuggingFace):
+            neural.encoder.save(args.output / "encoder")
         table.add(f"neural, {args.encoder}", seconds, neural.predict)
         total = sum(row["seconds"] for row in table.rows)
         if not args.no_both:

@@ -32,8 +32,10 @@ def texts(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("encoder", ["bag", "transformer", "none"])
+@pytest.mark.parametrize("encoder", ["bag", "transformer", "huggingface", "none"])
 def test_each_encoder_trains_models_and_writes_files(texts, encoder, tmp_path):
+    if encoder == "huggingface":
+        pytest.importorskip("transformers")
     assert run(train, *SMALL, "--encoder", encoder, "--output", tmp_path / "out") == 0
     history = json.loads((tmp_path / "out" / "history.json").read_text())
     names = [row["model"] for row in history["models"]]
@@ -46,6 +48,24 @@ def test_each_encoder_trains_models_and_writes_files(texts, encoder, tmp_path):
     import xsoftmax as xs
 
     assert xs.XRLinear.load(tmp_path / "out" / "linear").num_labels == 40
+
+
+def test_a_pretrained_encoder_is_loaded(texts, tmp_path):
+    """What one run saves, another one starts with: without training, its embeddings are those of
+    the first run."""
+    pytest.importorskip("transformers")
+    import torch
+
+    small = [*SMALL, "--encoder", "huggingface", "--no-both", "--neural-negatives", "tfn"]
+    assert run(train, *small, "--output", tmp_path / "first") == 0
+    assert run(train, *small, "--epochs", 0, "--model", tmp_path / "first" / "encoder",
+               "--encoder-lr", 1e-5, "--output", tmp_path / "second") == 0
+    first, second = (torch.load(tmp_path / name / "neural.pt")["encoder"]
+                     for name in ("first", "second"))
+    assert len(first) > 10 and all(torch.equal(first[name], second[name]) for name in first)
+    assert run(train, *small, "--epochs", 0, "--seed", 2, "--output", tmp_path / "third") == 0
+    third = torch.load(tmp_path / "third" / "neural.pt")["encoder"]
+    assert not all(torch.equal(first[name], third[name]) for name in first)
 
 
 def test_prototypes_beat_untrained_weights(texts, tmp_path, capsys):
