@@ -71,8 +71,10 @@ class HuggingFace(nn.Module):
         self.length = length
         if name is None:
             self.tokenizer: Any = train_tokenizer(texts, vocabulary)
-            config = BertConfig(len(self.tokenizer), width, layers, heads, 4 * width,
-                                hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+            config = BertConfig(vocab_size=len(self.tokenizer), hidden_size=width,
+                                num_hidden_layers=layers, num_attention_heads=heads,
+                                intermediate_size=4 * width, hidden_dropout_prob=dropout,
+                                attention_probs_dropout_prob=dropout,
                                 max_position_embeddings=length)
             self.encoder: Any = BertModel(config, add_pooling_layer=False)
         else:

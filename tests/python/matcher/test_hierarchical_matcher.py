@@ -102,7 +102,7 @@ def naive_loss(matcher, input, target, layer):
         by_beam = {v for v in reached if int(tree.first_child[v]) >= begin}
         by_target = {int(tree.parent[v]) for v in right}
         above = {"man": by_beam, "tfn": by_target, "tfn+man": by_beam | by_target}[matcher.negatives]
-        total = torch.zeros(())
+        total = 0 * z[q].sum()  # with a gradient even if the shortlist is empty
         for c in range(begin, end):
             if int(tree.parent[c]) in above:
                 margin = (1 if c in right else -1) * z[q, c - 1]
