@@ -304,8 +304,7 @@ LabelTree tree_from_vectors(const label_vectors::Rows& rows, int64_t width,
       canonical("tree_from_vectors", std::get<0>(rows), std::get<1>(rows), std::get<2>(rows), width,
                 RowKind::Features);
   const auto [parents, classes] =
-      label_tree_clusters(draw_seed(generator), offsets, columns, values, width, options.arity,
-                          options.max_leaf_size, options.iterations, options.spherical);
+      label_tree_clusters(draw_seed(generator), offsets, columns, values, width, options);
   return LabelTree(parents, classes);
 }
 

@@ -24,9 +24,18 @@ Bisection::Bisection(const SparseRowsView& vectors, const ClusterOptions& cluste
       direction_(vectors.features, 0.0f), seen_(vectors.features, false) {}
 
 void Bisection::cut(int32_t* rows, int64_t size, int64_t left, uint64_t key) {
-  if (left == 0 || left == size) {
-    return;
+  if (left > 0 && left < size) {
+    cut_rows(rows, size, left, key);
   }
+}
+
+int64_t Bisection::cut_by_distance(int32_t* rows, int64_t size, uint64_t key) {
+  return cut_rows(rows, size, std::nullopt, key);
+}
+
+int64_t Bisection::cut_rows(int32_t* rows, int64_t size, std::optional<int64_t> fixed_left,
+                            uint64_t key) {
+  int64_t left = fixed_left.value_or(size / 2);
   side_.assign(size, 1);
   score_.resize(size);
   order_.resize(size);
@@ -48,13 +57,13 @@ void Bisection::cut(int32_t* rows, int64_t size, int64_t left, uint64_t key) {
   const int64_t one = int64_t(multiply_shift(block.low(), uint64_t(size)));
   const int64_t other =
       (one + 1 + int64_t(multiply_shift(block.high(), uint64_t(size - 1)))) % size;
-  add_direction(rows[one], 1.0);
-  add_direction(rows[other], -1.0);
+  middle_ = 0.5 * (add_direction(rows[one], 1.0) - add_direction(rows[other], -1.0));
   for (int64_t iteration = 0; iteration < iterations_ && !work_.stopped(); ++iteration) {
     if (iteration > 0) {
       make_direction(left, size);
     }
     score(rows, size);
+    left = fixed_left.has_value() ? left : closer_rows(size);
     assign(rows, size, left);
     if (changes_.empty()) {
       break;
@@ -71,6 +80,14 @@ void Bisection::cut(int32_t* rows, int64_t size, int64_t left, uint64_t key) {
   touched_.clear();
   move(rows, size);
   work_.add(size);
+  return left;
+}
+
+int64_t Bisection::closer_rows(int64_t size) const {
+  const int64_t closer = std::count_if(score_.begin(), score_.begin() + size,
+                                       [&](float score) { return score > middle_; }),
+                fewest = (size + 15) / 16;
+  return std::clamp(closer, fewest, size - fewest);
 }
 
 void Bisection::add_rows(int64_t begin, int64_t end, double* sum) const {
@@ -107,7 +124,7 @@ void Bisection::add_changes(std::vector<double>& sum) {
   }
 }
 
-void Bisection::add_direction(int32_t row, double sign) {
+double Bisection::add_direction(int32_t row, double sign) {
   double square = 0;
   for (int64_t t = vectors_.offset[row]; t < vectors_.offset[row + 1]; ++t) {
     square += double(vectors_.value[t]) * vectors_.value[t];
@@ -116,6 +133,7 @@ void Bisection::add_direction(int32_t row, double sign) {
   for (int64_t t = vectors_.offset[row]; t < vectors_.offset[row + 1]; ++t) {
     direction_[vectors_.column[t]] += float(scale * vectors_.value[t]);
   }
+  return spherical_ ? 0.0 : square;
 }
 
 void Bisection::make_direction(int64_t left, int64_t size) {
@@ -130,9 +148,13 @@ void Bisection::make_direction(int64_t left, int64_t size) {
       scale[half] = square[half] > 0 ? 1.0 / std::sqrt(square[half]) : 0.0;
     }
   }
+  double square = 0; // that of the first centre minus that of the second
   for (const int32_t j : touched_) {
-    direction_[j] = float(scale[0] * sum_[j] - scale[1] * (total_[j] - sum_[j]));
+    const double first = scale[0] * sum_[j], second = scale[1] * (total_[j] - sum_[j]);
+    direction_[j] = float(first - second);
+    square += first * first - second * second;
   }
+  middle_ = spherical_ ? 0.0 : 0.5 * square;
 }
 
 void Bisection::score(const int32_t* rows, int64_t size) {

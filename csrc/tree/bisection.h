@@ -4,9 +4,10 @@
 #include "table/sparse_rows.h"
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
-// 2-means with halves of fixed sizes, the step of label_tree_clusters.
+// 2-means with parts of fixed or of any sizes, the step of label_tree_clusters.
 
 namespace xsoftmax {
 
@@ -25,6 +26,10 @@ class Bisection {
   /// Bisects rows [size], sorted ascending: on return the first `left` are the first half. Both
   /// halves are sorted ascending.
   void cut(int32_t* rows, int64_t size, int64_t left, uint64_t key);
+  /// The same for at least two rows, each of which goes to the closer centre, except that neither
+  /// part gets less than a sixteenth of the rows: outliers alone would make a tree deep. Returns
+  /// the size of the first part.
+  int64_t cut_by_distance(int32_t* rows, int64_t size, uint64_t key);
 
  private:
   struct Change {
@@ -32,12 +37,18 @@ class Bisection {
     int32_t sign; // +1: joins the first half, -1: leaves it
   };
 
+  // Returns the size of the first part; it is `left`, unless that is none.
+  int64_t cut_rows(int32_t* rows, int64_t size, std::optional<int64_t> left, uint64_t key);
+  // Returns how many rows are closer to the first centre, within the limits of cut_by_distance.
+  int64_t closer_rows(int64_t size) const;
+
   // The result of a stopped bisection is discarded, so it may stop anywhere.
   bool stopped_at(int64_t i) const { return i % 1024 == 0 && work_.stopped(); }
 
   void add_rows(int64_t begin, int64_t end, double* sum) const;
   void add_changes(std::vector<double>& sum);
-  void add_direction(int32_t row, double sign);
+  // Adds a row as a centre, and returns its squared norm; 0 if only directions matter.
+  double add_direction(int32_t row, double sign);
   // Sets direction_ to the difference of the centres: first half minus second half.
   void make_direction(int64_t left, int64_t size);
   void score(const int32_t* rows, int64_t size);
@@ -55,6 +66,7 @@ class Bisection {
   // sides.
   std::vector<double> total_, sum_;
   std::vector<float> direction_, score_;
+  double middle_ = 0; // the score at equal distances
   std::vector<bool> seen_;
   std::vector<int32_t> touched_, order_, moved_; // touched_: features that occur in the segment
   std::vector<int8_t> side_, next_side_;

@@ -5,6 +5,7 @@
 #include "op/options.h"
 #include "table/sparse_rows.h"
 #include "tree/cluster_cuts.h"
+#include "tree/distance_cuts.h"
 
 #include <xsoftmax/trees.h>
 
@@ -159,19 +160,25 @@ void check_rows(const char* op, const SparseRowsView& vectors, std::span<const i
 } // namespace
 
 LabelTreeNodes label_tree_clusters(const Tensor& seed, const Tensor& offsets, const Tensor& columns,
-                                   const Tensor& values, int64_t features, int64_t arity,
-                                   int64_t max_leaf_size, int64_t iterations, bool spherical) {
+                                   const Tensor& values, int64_t features,
+                                   const TreeFromVectors& options) {
   constexpr const char* op = "label_tree_clusters";
-  const ClusterOptions cluster_options = checked_cluster_options(op, seed, iterations, spherical);
+  const ClusterOptions cluster_options =
+      checked_cluster_options(op, seed, options.iterations, options.spherical);
   const Tensor offset = offsets.contiguous(), column = columns.contiguous(),
                value = values.contiguous();
   check_features(op, features);
   const SparseRowsView vectors =
       check::sparse_rows(op, offset, column, value, features, /*rising=*/false);
   const std::vector<ClusterNode> nodes =
-      checked_shape(op, "vectors", vectors.count, arity, max_leaf_size);
+      checked_shape(op, "vectors", vectors.count, options.arity, options.max_leaf_size);
   std::vector<int32_t> order(vectors.count);
   std::iota(order.begin(), order.end(), int32_t(0));
+  if (!options.balanced) {
+    return tree_of(cut_by_distance(op, vectors, cluster_options, options.arity,
+                                   options.max_leaf_size, order.data()),
+                   order);
+  }
   cut_segments(op, vectors, nodes, cluster_options, segments_after(0, nodes), kAllCuts,
                order.data());
   return tree_of(nodes, order);
@@ -181,8 +188,9 @@ std::tuple<Tensor, Tensor> label_tree_cuts(const Tensor& seed, at::TensorList ve
                                            int64_t features, const Tensor& order, int64_t cuts,
                                            int64_t part, int64_t parts, std::string_view options) {
   constexpr const char* op = "label_tree_cuts";
-  const auto [arity, iterations, max_leaf_size, spherical] =
+  const auto [arity, iterations, max_leaf_size, spherical, balanced] =
       parse_options<TreeFromVectors>(op, options);
+  TORCH_CHECK_VALUE(balanced, op, ": expected options of a balanced tree, got balanced=false");
   const ClusterOptions cluster_options = checked_cluster_options(op, seed, iterations, spherical);
   TORCH_CHECK_VALUE(vectors.size() == 3, op,
                     ": expected vectors as 3 tensors, offsets, columns and values, got ",
@@ -235,8 +243,7 @@ LabelTreeNodes label_tree_of_clusters(const Tensor& order, int64_t arity, int64_
 XSOFTMAX_OPERATORS(m) {
   m.def(
       "label_tree_clusters(Tensor seed, Tensor offsets, Tensor columns, Tensor values, int "
-      "features, int arity, int max_leaf_size, "
-      "int iterations, bool spherical) -> (Tensor parents, Tensor classes)");
+      "features, str options) -> (Tensor parents, Tensor classes)");
   m.def(
       "label_tree_cuts(Tensor seed, Tensor[] vectors, int features, Tensor order, int cuts, int "
       "part, int parts, str options=\"\") -> "
@@ -247,7 +254,13 @@ XSOFTMAX_OPERATORS(m) {
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
-  m.impl("label_tree_clusters", label_tree_clusters);
+  m.impl("label_tree_clusters",
+         [](const Tensor& seed, const Tensor& offsets, const Tensor& columns, const Tensor& values,
+            int64_t features, std::string_view options) {
+           return label_tree_clusters(
+               seed, offsets, columns, values, features,
+               parse_options<TreeFromVectors>("label_tree_clusters", options));
+         });
   m.impl("label_tree_cuts", label_tree_cuts);
   m.impl("label_tree_of_clusters", label_tree_of_clusters);
 }

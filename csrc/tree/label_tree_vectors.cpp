@@ -18,22 +18,22 @@ using at::Tensor;
 LabelTreeNodes label_tree_from_vectors(const Tensor& seed, const Tensor& vectors,
                                        std::string_view options) {
   constexpr const char* op = "label_tree_from_vectors";
-  const auto [arity, iterations, max_leaf_size, spherical] =
-      parse_options<TreeFromVectors>(op, options);
+  const auto tree_options = parse_options<TreeFromVectors>(op, options);
   check::dim(op, "vectors", vectors, 2);
   check::floating(op, "vectors", vectors);
-  TORCH_CHECK_VALUE(max_leaf_size >= 0, op,
-                    ": expected max_leaf_size of at least 1, or 0 for none, got ", max_leaf_size);
-  if (max_leaf_size == 0) {
-    return label_tree_balanced(
-        label_tree_kmeans_order(seed, vectors.detach().cpu(), arity, iterations), arity);
+  TORCH_CHECK_VALUE(tree_options.max_leaf_size >= 0, op,
+                    ": expected max_leaf_size of at least 1, or 0 for none, got ",
+                    tree_options.max_leaf_size);
+  if (tree_options.max_leaf_size == 0) {
+    return label_tree_balanced(label_tree_kmeans_order(seed, vectors.detach().cpu(),
+                                                       tree_options.arity, tree_options.iterations),
+                               tree_options.arity);
   }
   const Tensor rows = vectors.detach().to(at::kCPU, at::kFloat), is_nonzero = rows.ne(0),
                places = is_nonzero.nonzero();
   const Tensor offsets = at::cat({at::zeros({1}, places.options()), is_nonzero.sum(1).cumsum(0)});
   return label_tree_clusters(seed, offsets, places.select(1, 1).to(at::kInt),
-                             rows.masked_select(is_nonzero), rows.size(1), arity, max_leaf_size,
-                             iterations, spherical);
+                             rows.masked_select(is_nonzero), rows.size(1), tree_options);
 }
 
 XSOFTMAX_OPERATORS(m) {

@@ -29,6 +29,11 @@ struct TreeFromVectors {
   /// If max_leaf_size is set: whether centres are normalised, so that only directions matter. The
   /// vectors should then be normalised too.
   bool spherical = true;
+  /// If max_leaf_size is set: whether siblings have equal sizes. If not, each class goes to the
+  /// closer centre, so that clusters of similar classes stay together (Khandagale et al., "Bonsai",
+  /// Machine Learning 2020); paths to small clusters have nodes with a single child, so that all
+  /// classes are on the last layer.
+  bool balanced = true;
 
   template <typename Visitor>
   void visit(Visitor& visitor) {
@@ -36,6 +41,7 @@ struct TreeFromVectors {
     visitor("iterations", iterations);
     visitor("max_leaf_size", max_leaf_size);
     visitor("spherical", spherical);
+    visitor("balanced", balanced);
   }
 };
 

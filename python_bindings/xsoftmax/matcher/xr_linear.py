@@ -214,7 +214,8 @@ class XRLinear:
         elif tree is None:
             vectors = ranks.run_together(lambda: sparse_tensors(label_vectors.pifa(X, Y)))
             tree = LabelTree._from_clusters(vectors, X.shape[1], {
-                "arity": arity, "iterations": 10, "max_leaf_size": max_leaf_size, "spherical": True
+                "arity": arity, "iterations": 10, "max_leaf_size": max_leaf_size, "spherical": True,
+                "balanced": True
             }, generator, ranks)
         layers = Layers(tree)
         schemes = split_schemes(negatives, len(layers.first_child), user_negatives)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._core import long_work
-from .._core.checks import as_tensor, check_count
+from .._core.checks import as_tensor, check_bool, check_count
 from .._core.files import open_regular, replace_file
 from .._core.memory import move_table
 from .._core.options import option_text
@@ -203,8 +203,8 @@ class LabelTree(Module):
     def from_vectors(
         vectors: Union[Tensor, "scipy.sparse.csr_matrix"], arity: int = 10, iterations: int = 10,
         generator: Optional[torch.Generator] = None, *, max_leaf_size: Optional[int] = None,
-        spherical: bool = True, group: Union["torch.distributed.ProcessGroup",
-                                             "torch.distributed.DeviceMesh", None] = None
+        spherical: bool = True, balanced: bool = True,
+        group: Union["torch.distributed.ProcessGroup", "torch.distributed.DeviceMesh", None] = None
     ) -> "LabelTree":
         """Builds a tree that places similar classes close to each other, by recursive K-means.
 
@@ -227,6 +227,10 @@ class LabelTree(Module):
             max_leaf_size: the largest number of classes in a cluster, at least 1; or None.
             spherical: normalise the cluster centres, so that only directions matter; the vectors
                 should then be normalised too. Applies only with ``max_leaf_size``.
+            balanced: whether siblings have equal sizes. False: each class goes to the closer of two
+                centres, so clusters of similar classes stay together, and the tree has more nodes
+                and more layers (as in Bonsai; Khandagale et al., Machine Learning 2020). Applies
+                only with ``max_leaf_size``, and without ``group``.
             group: a process group whose ranks share the work: one with a CPU backend, or a
                 one-dimensional DeviceMesh. All ranks pass the same arguments. The result is the
                 tree that a single process builds with the generator of the first rank. Requires
@@ -245,8 +249,10 @@ class LabelTree(Module):
                                                                 max_leaf_size, 1)
         options = {
             "arity": arity, "iterations": iterations, "max_leaf_size": leaf_size,
-            "spherical": spherical
+            "spherical": spherical, "balanced": check_bool(owner, "balanced", balanced)
         }
+        if group is not None and not balanced:
+            raise ValueError(f"{owner}: expected balanced=True beside group, got False")
         if leaf_size > 0 and getattr(vectors, "format", None) is not None:
             ranks = ranks_of(owner, group)
             rows = ranks.run_together(
@@ -273,20 +279,19 @@ class LabelTree(Module):
                                    Tensor], features: int, options: Dict[str, Union[int, bool]],
                        generator: Optional[torch.Generator], ranks: SingleProcess) -> "LabelTree":
         """Builds the tree of clusters. rows, features and options are the same on all ranks."""
-        arity, iterations, leaf_size, spherical = options.values()
-        seed, ops = ranks.share_first(_draw_seed(generator)), torch.ops.xsoftmax
+        seed, ops, text = ranks.share_first(
+            _draw_seed(generator)), torch.ops.xsoftmax, option_text(**options)
         if ranks.size == 1:
             return LabelTree._from_nodes(
-                long_work.run("tree", ops.label_tree_clusters, seed, *rows, features, arity,
-                              leaf_size, iterations, spherical))
-        order, cuts, text = torch.arange(len(rows[0]) - 1,
-                                         dtype=torch.int32), torch.tensor(0), option_text(**options)
+                long_work.run("tree", ops.label_tree_clusters, seed, *rows, features, text))
+        order, cuts = torch.arange(len(rows[0]) - 1, dtype=torch.int32), torch.tensor(0)
         while cuts >= 0:
             share, cuts = ranks.run_together(
                 lambda: long_work.run("tree", ops.label_tree_cuts, seed, rows, features, order,
                                       int(cuts), ranks.rank, ranks.size, text))
             order = ranks.sum(share)
-        return LabelTree._from_nodes(ops.label_tree_of_clusters(order, arity, leaf_size))
+        return LabelTree._from_nodes(
+            ops.label_tree_of_clusters(order, options["arity"], options["max_leaf_size"]))
 
     @staticmethod
     def from_frequencies(counts: Numbers, subsets: int) -> "LabelTree":

@@ -272,7 +272,8 @@ def samples():
         is_row_table=(weight,),
         label_tree=(tree.parent, tree.node_class),
         label_tree_balanced=(torch.randperm(N), 3),
-        label_tree_clusters=(seed, *sparse_rows(N, D), D, 3, 5, 4, True),
+        label_tree_clusters=(seed, *sparse_rows(N, D), D,
+                             "arity=3,iterations=4,max_leaf_size=5,balanced=false"),
         label_tree_cuts=(seed, [*sparse_rows(N, D)], D, torch.randperm(
             N, dtype=torch.int32), 1, 0, 2, "arity=3,iterations=4,max_leaf_size=5"),
         label_tree_equal_mass=(weights, 4),
