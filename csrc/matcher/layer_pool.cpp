@@ -1,8 +1,10 @@
 #include "matcher/layer_pool.h"
 
 #include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace xsoftmax {
 namespace {
@@ -25,8 +27,17 @@ int64_t total_work(const std::vector<LayerTask>& layers) {
   return total;
 }
 
+/// Returns a weight as float16. Throws if it is not in the range of normal numbers.
+c10::Half narrow(const char* op, float weight) {
+  constexpr float kSmallest = 6.103515625e-05f, kLargest = 65504;
+  TORCH_CHECK_VALUE(std::abs(weight) >= kSmallest && std::abs(weight) <= kLargest, op,
+                    ": expected weights in [6.1e-05, 65504] for float16, got ", weight);
+  return {weight};
+}
+
 /// Merges groups of siblings, each in the order of columns, into one chunk.
-LayerChunk merge(const std::vector<std::vector<ChildWeight>>& groups, const ParentRows& rows) {
+LayerChunk merge(const char* op, const std::vector<std::vector<ChildWeight>>& groups,
+                 const ParentRows& rows, bool half) {
   LayerChunk chunk;
   std::vector<size_t> at(groups.size(), 0);
   size_t total = 0;
@@ -34,20 +45,27 @@ LayerChunk merge(const std::vector<std::vector<ChildWeight>>& groups, const Pare
     total += group.size();
   }
   chunk.child.reserve(total);
-  chunk.value.reserve(total);
+  half ? chunk.half_value.reserve(total) : chunk.value.reserve(total);
   for (int64_t j = 0; j < rows.columns(); ++j) {
-    const size_t before = chunk.value.size();
+    const size_t before = chunk.child.size();
     for (size_t g = 0; g < groups.size(); ++g) {
       for (; at[g] < groups[g].size() && groups[g][at[g]].column == j; ++at[g]) {
-        chunk.child.push_back(groups[g][at[g]].child);
-        chunk.value.push_back(groups[g][at[g]].value);
+        const ChildWeight& weight = groups[g][at[g]];
+        chunk.child.push_back(weight.child);
+        if (half) {
+          chunk.half_value.push_back(narrow(op, weight.value));
+        } else {
+          chunk.value.push_back(weight.value);
+        }
       }
     }
-    if (chunk.value.size() > before) {
+    if (chunk.child.size() > before) {
       chunk.feature.push_back(rows.feature(j));
-      chunk.more.push_back(int32_t(chunk.value.size() - before - 1));
+      chunk.more.push_back(int32_t(chunk.child.size() - before - 1));
     }
   }
+  chunk.feature.shrink_to_fit(); // chunks are kept until all layers are trained
+  chunk.more.shrink_to_fit();
   return chunk;
 }
 
@@ -64,8 +82,8 @@ int64_t siblings_per_group(const LayerTask& layer) {
 
 LayerPool::LayerPool(const char* op, const SparseRowsView& examples,
                      const std::vector<LayerTask>& layers)
-    : examples_(examples), layers_(layers), work_(op, total_work(layers)), trained_(layers.size()),
-      shared_(layers.size()) {
+    : op_(op), examples_(examples), layers_(layers), work_(op, total_work(layers)),
+      trained_(layers.size()), shared_(layers.size()) {
   for (const LayerTask& layer : layers) {
     group_size_.push_back(siblings_per_group(layer));
   }
@@ -148,13 +166,13 @@ void LayerPool::run(GroupTask& task, Worker& worker) {
     gather(worker.rows);
     worker.groups.resize(task.last_group);
     train_groups(task, worker.rows, worker.groups, worker);
-    chunk = merge(worker.groups, worker.rows);
+    chunk = merge(op_, worker.groups, worker.rows, layer.training.half);
     return;
   }
   std::call_once(shared->gathered, [&] { gather(shared->rows); });
   train_groups(task, shared->rows, shared->groups, worker);
   if (shared->tasks_left.fetch_sub(1) == 1) {
-    chunk = merge(shared->groups, shared->rows);
+    chunk = merge(op_, shared->groups, shared->rows, layer.training.half);
     shared.reset();
   }
 }

@@ -17,6 +17,9 @@ namespace xsoftmax {
 struct LayerChunk {
   std::vector<int32_t> feature, more, child; ///< as in linear_layer.h
   std::vector<float> value;
+  std::vector<c10::Half> half_value; ///< instead of value, if the layer is float16
+
+  size_t weights() const { return value.size() + half_value.size(); }
 };
 
 /// Trained parents of a layer: those from first_parent to last_parent - 1.
@@ -81,6 +84,7 @@ class LayerPool {
     return task.parent - layers_[task.layer].training.first_parent;
   }
 
+  const char* const op_;
   const SparseRowsView& examples_;
   const std::vector<LayerTask>& layers_;
   LongWork work_;

@@ -48,6 +48,8 @@ struct LinearLayerOptions {
   int64_t sweeps = 100; ///< maximum number of passes over the rows
   double threshold = 0.1; ///< weights below it in magnitude are dropped
   std::optional<int64_t> max_weights; ///< largest weights to keep per child; none: all
+  bool half =
+      false; ///< weights are kept as float16, and must be in the range of its normal numbers
   int64_t seed = 0; ///< for the orders in which rows are visited
   int64_t first_parent = 0; ///< the first trained parent; a process may train part of a layer
   std::optional<int64_t> last_parent; ///< the end of the trained parents (exclusive); none: all
@@ -62,6 +64,7 @@ struct LinearLayerOptions {
     v("sweeps", sweeps);
     v("threshold", threshold);
     v("max_weights", max_weights);
+    v("half", half);
     v("seed", seed);
     v("first_parent", first_parent);
     v("last_parent", last_parent);

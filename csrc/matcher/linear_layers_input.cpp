@@ -52,6 +52,7 @@ LinearTraining linear_training(const std::string& text, int64_t parents) {
           .sweeps = options.sweeps,
           .threshold = number("threshold", options.threshold, " of at least 0", not_negative),
           .max_weights = options.max_weights.value_or(0),
+          .half = options.half,
           .seed = uint64_t(options.seed),
           .first_parent = first_parent,
           .last_parent = last_parent};

@@ -33,6 +33,7 @@ struct LinearTraining {
   int64_t sweeps;
   float threshold;
   int64_t max_weights; // 0: no limit
+  bool half; // weights are kept as float16
   uint64_t seed;
   int64_t first_parent, last_parent; // the parents that are trained
 };

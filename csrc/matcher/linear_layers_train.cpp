@@ -20,7 +20,7 @@ using at::Tensor;
 
 /// Concatenates the chunks, and empties them. Narrow: the dtype of `child` and `more`.
 template <typename Narrow>
-void append_parts(TrainedLayer& layer, std::vector<Tensor>& parts) {
+void append_parts(TrainedLayer& layer, bool half, std::vector<Tensor>& parts) {
   std::vector<LayerChunk>& chunks = layer.chunks;
   const int64_t parents = int64_t(chunks.size());
   const auto longs = at::TensorOptions(at::kLong), ints = at::TensorOptions(at::kInt);
@@ -30,13 +30,13 @@ void append_parts(TrainedLayer& layer, std::vector<Tensor>& parts) {
   begin[0] = 0;
   for (int64_t p = 0; p < parents; ++p) {
     begin[p + 1] = begin[p] + int64_t(chunks[p].feature.size());
-    first_entry[p + 1] = first_entry[p] + int64_t(chunks[p].value.size());
+    first_entry[p + 1] = first_entry[p] + int64_t(chunks[p].weights());
   }
   const auto narrow = ints.dtype(c10::CppTypeToScalarType<Narrow>());
   const Tensor feature = at::empty({begin[parents]}, ints),
                more = at::empty({begin[parents]}, narrow);
   const Tensor child = at::empty({first_entry[parents]}, narrow),
-               value = at::empty({first_entry[parents]}, ints.dtype(at::kFloat));
+               value = at::empty({first_entry[parents]}, ints.dtype(half ? at::kHalf : at::kFloat));
   at::parallel_for(0, parents, 1, [&](int64_t first, int64_t last) {
     for (int64_t p = first; p < last; ++p) {
       const LayerChunk from = std::move(chunks[p]);
@@ -45,8 +45,13 @@ void append_parts(TrainedLayer& layer, std::vector<Tensor>& parts) {
       std::copy(from.more.begin(), from.more.end(), more.mutable_data_ptr<Narrow>() + begin[p]);
       std::copy(from.child.begin(), from.child.end(),
                 child.mutable_data_ptr<Narrow>() + first_entry[p]);
-      std::copy(from.value.begin(), from.value.end(),
-                value.mutable_data_ptr<float>() + first_entry[p]);
+      if (half) {
+        std::copy(from.half_value.begin(), from.half_value.end(),
+                  value.mutable_data_ptr<c10::Half>() + first_entry[p]);
+      } else {
+        std::copy(from.value.begin(), from.value.end(),
+                  value.mutable_data_ptr<float>() + first_entry[p]);
+      }
     }
   });
   const LayerStats& stats = layer.stats;
@@ -81,10 +86,11 @@ std::vector<Tensor> linear_layers_train(at::TensorList rows, int64_t features,
   std::vector<TrainedLayer> trained = pool.train();
   std::vector<Tensor> parts;
   for (size_t d = 0; d < trained.size(); ++d) {
-    if (input.layers()[d].max_children() > kMaxByteChildren) {
-      append_parts<int32_t>(trained[d], parts);
+    const LayerTask& layer = input.layers()[d];
+    if (layer.max_children() > kMaxByteChildren) {
+      append_parts<int32_t>(trained[d], layer.training.half, parts);
     } else {
-      append_parts<uint8_t>(trained[d], parts);
+      append_parts<uint8_t>(trained[d], layer.training.half, parts);
     }
   }
   parts.push_back(table_of(pool.tasks()));

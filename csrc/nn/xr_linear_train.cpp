@@ -154,19 +154,16 @@ std::vector<std::set<std::string>> schemes_of(const Options& options, size_t dep
   return schemes;
 }
 
+/// Returns the weights of a layer as they are stored: without a dtype, as float16 if they fit.
 Tensor narrow_values(const Tensor& values, std::optional<at::ScalarType> dtype) {
   constexpr double kSmallest = 6.103515625e-05, kLargest = 65504; // range of normal float16
-  if (dtype == at::kFloat) {
-    return values;
+  if (dtype.has_value()) {
+    return values; // as trained
   }
   const Tensor sizes = values.abs();
   const double smallest = sizes.numel() > 0 ? sizes.min().item<double>() : kLargest,
                largest = sizes.numel() > 0 ? sizes.max().item<double>() : kSmallest;
-  const bool fits = smallest >= kSmallest && largest <= kLargest;
-  TORCH_CHECK_VALUE(fits || !dtype.has_value(), kName,
-                    ": expected weights in [6.1e-05, 65504] for dtype float16, got ", smallest,
-                    " to ", largest);
-  return fits ? values.to(at::kHalf) : values;
+  return smallest >= kSmallest && largest <= kLargest ? values.to(at::kHalf) : values;
 }
 
 void check_options(const Options& options, const Examples& examples) {
@@ -255,6 +252,7 @@ std::string layer_options(const Options& options, int64_t seed) {
   result.sweeps = options.sweeps();
   result.threshold = options.threshold();
   result.max_weights = options.max_weights();
+  result.half = options.dtype() == at::kHalf;
   result.seed = seed;
   return print_options(result);
 }

@@ -118,8 +118,9 @@ class XRLinear:
                 was trained to a smaller tolerance with threshold=0 and dtype=torch.float32.
                 Otherwise it takes more sweeps than a start from zero.
             dtype: the dtype of the stored weights, torch.float16 or torch.float32. None: float16 if
-                all weights of a layer are in its normal range, else float32. Training always uses
-                float32.
+                all weights of a layer are in its normal range, else float32. The solver uses
+                float32; with torch.float16, the weights of a node's children are converted when
+                they are trained, and take half the memory from then on.
             generator: a CPU generator, for the tree and for the order in which rows are visited.
             progress: True shows a tqdm progress bar; a function is called with (layer, layers,
                 done, total).
@@ -184,7 +185,8 @@ class XRLinear:
                 "XRLinear.train", "max_weights", max_weights, 1)
             settings = dict(loss=loss, bias=bias, positive_cost=positive_cost,
                             negative_cost=negative_cost, tolerance=tolerance, sweeps=sweeps,
-                            threshold=threshold, max_weights=max_weights)
+                            threshold=threshold, max_weights=max_weights,
+                            half=dtype == torch.float16)
             return settings, option_text(**settings)
 
         def collect_facts() -> Dict[str, Any]:
@@ -213,10 +215,11 @@ class XRLinear:
             tree = LabelTree(*state.tree)
         elif tree is None:
             vectors = ranks.run_together(lambda: sparse_tensors(label_vectors.pifa(X, Y)))
-            tree = LabelTree._from_clusters(vectors, X.shape[1], {
-                "arity": arity, "iterations": 10, "max_leaf_size": max_leaf_size, "spherical": True,
-                "balanced": True
-            }, generator, ranks)
+            tree = LabelTree._from_clusters(
+                vectors, X.shape[1], {
+                    "arity": arity, "iterations": 10, "max_leaf_size": max_leaf_size,
+                    "spherical": True, "balanced": True
+                }, generator, ranks)
         layers = Layers(tree)
         schemes = split_schemes(negatives, len(layers.first_child), user_negatives)
         transform = "sigmoid" if loss == "logistic" else "l3-hinge"

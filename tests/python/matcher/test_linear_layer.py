@@ -359,6 +359,19 @@ def test_layers_trained_together_equal_layers_trained_alone():
         torch.set_num_threads(threads)
 
 
+def test_weights_of_float16_are_those_of_float32_rounded():
+    layer, half = train(X, PARENTS, CHILDREN, FIRST), train(X, PARENTS, CHILDREN, FIRST,
+                                                            threshold=1e-4, half=True)
+    same = train(X, PARENTS, CHILDREN, FIRST, threshold=1e-4)
+    assert half[4].dtype == torch.float16 and layer[4].dtype == torch.float32
+    assert torch.equal(half[4], same[4].half())
+    assert all(torch.equal(one, other) for one, other in zip(half[:4], same[:4]))
+    with pytest.raises(
+            ValueError, match=r"linear_layers_train: expected weights in "
+            r"\[6.1e-05, 65504\] for float16, got"):
+        train(X, PARENTS, CHILDREN, FIRST, threshold=0.0, half=True, loss="logistic")
+
+
 def test_rows_of_nodes_are_those_of_a_dense_matrix():
     """Of two matrices, with enough pairs for several threads; costs of a single one."""
     random = np.random.default_rng(0)
