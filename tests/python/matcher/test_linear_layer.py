@@ -369,7 +369,7 @@ def test_weights_of_float16_are_those_of_float32_rounded():
     with pytest.raises(
             ValueError, match=r"linear_layers_train: expected weights in "
             r"\[6.1e-05, 65504\] for float16, got"):
-        train(X, PARENTS, CHILDREN, FIRST, threshold=0.0, half=True, loss="logistic")
+        train(X * 1e6, PARENTS, CHILDREN, FIRST, threshold=0.0, bias=0.0, half=True)
 
 
 def test_rows_of_nodes_are_those_of_a_dense_matrix():
