@@ -35,8 +35,8 @@ class HierarchicalMatcher(TableModule):
 
     One layer is trained at a time, the current layer. There, the shortlist S of a query holds the
     children of the ``beam`` best nodes of the layer above, and the children of that layer's nodes
-    above its target labels (see ``negatives``). With y_c = 1 if a target label is at or below c, else -1, the loss of a
-    query is::
+    above its target labels (see ``negatives``). With y_c = 1 if a target label is at or below c,
+    else -1, the loss of a query is::
 
         sum_{c in S} max(0, 1 - y_c (w_c . input + b_c))^2         # "squared_hinge"
         sum_{c in S} log(1 + e^{-y_c (w_c . input + b_c)})         # "logistic"

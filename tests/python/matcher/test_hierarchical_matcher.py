@@ -101,7 +101,8 @@ def naive_loss(matcher, input, target, layer):
         }
         by_beam = {v for v in reached if int(tree.first_child[v]) >= begin}
         by_target = {int(tree.parent[v]) for v in right}
-        above = {"man": by_beam, "tfn": by_target, "tfn+man": by_beam | by_target}[matcher.negatives]
+        above = {"man": by_beam, "tfn": by_target,
+                 "tfn+man": by_beam | by_target}[matcher.negatives]
         total = 0 * z[q].sum()  # with a gradient even if the shortlist is empty
         for c in range(begin, end):
             if int(tree.parent[c]) in above:

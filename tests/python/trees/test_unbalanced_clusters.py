@@ -49,8 +49,8 @@ def test_a_group_stays_together_whatever_its_size():
     vectors, group = groups([64, 32, 8, 16])
     parts = {
         balanced: sum(
-            sum(bool((group[some] == 0).any())
-                for some in clusters(
+            sum(
+                bool((group[some] == 0).any()) for some in clusters(
                     xs.LabelTree.from_vectors(vectors, 2, 20, max_leaf_size=64, balanced=balanced,
                                               generator=torch.Generator().manual_seed(seed))))
             for seed in range(5))
