@@ -30,8 +30,8 @@ struct TreeFromVectors {
   /// vectors should then be normalised too.
   bool spherical = true;
   /// If max_leaf_size is set: whether siblings have equal sizes. If not, each class goes to the
-  /// closer centre, so that clusters of similar classes stay together (Khandagale et al., "Bonsai",
-  /// Machine Learning 2020); paths to small clusters have nodes with a single child, so that all
+  /// closer centre, so that clusters of similar classes stay together (Bonsai; Khandagale et al.,
+  /// 2020); paths to small clusters have nodes with a single child, so that all
   /// classes are on the last layer.
   bool balanced = true;
 
