@@ -5,7 +5,8 @@ layer, and a ranker after a matcher.
                                             [--seeds 3] [--threads 2] [--json [FILE]]
 
 T trees are averaged. B is the largest number of children; clusters have up to 100 labels. A random
-tree has the shape of the tree with B = 32. By layer: TFN negatives and products of scores above,
+tree has the shape of the tree with B = 32. In an unbalanced tree the sizes of clusters follow the
+data. By layer: TFN negatives and products of scores above,
 TFN + MAN and the classifier's own score on the last layer (Yu et al., 2022, section 3). Ranker: a
 second model of another tree is trained with the 20 best labels of the first one as additional
 negatives, and scores these labels for the test examples (X-Transformer's composition, with a linear
@@ -45,6 +46,10 @@ class Set:
     def tree(self, arity: int, generator: torch.Generator, vectors=None) -> xs.LabelTree:
         return xs.LabelTree.from_vectors(self.vectors if vectors is None else vectors, arity,
                                          max_leaf_size=100, generator=generator)
+
+    def unbalanced_tree(self, arity: int, generator: torch.Generator) -> xs.LabelTree:
+        return xs.LabelTree.from_vectors(self.vectors, arity, max_leaf_size=100, balanced=False,
+                                         generator=generator)
 
     def random_tree(self, arity: int, generator: torch.Generator) -> xs.LabelTree:
         return self.tree(arity, generator,
@@ -98,6 +103,7 @@ SETTINGS = {
     "T = 3, B = 32": lambda data, seed: trees(data, seed, 3, 32),
     "T = 3, B = 8": lambda data, seed: trees(data, seed, 3, 8),
     "T = 3, B = 2": lambda data, seed: trees(data, seed, 3, 2),
+    "T = 1, B = 16, unbalanced": lambda data, seed: trees(data, seed, 1, 16, Set.unbalanced_tree),
     "T = 1, B = 32, random tree": lambda data, seed: trees(data, seed, 1, 32, Set.random_tree),
     "T = 1, B = 32, by layer": by_layer,
     "matcher, then ranker": ranker,
