@@ -136,12 +136,18 @@ void LayerPool::make_tasks() {
 std::vector<TrainedLayer> LayerPool::train() {
   make_tasks();
   std::atomic<size_t> next = 0;
+  std::atomic<bool> failed = false;
   std::mutex adding;
   at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
     Worker worker(*this);
-    for (size_t t = next++; t < tasks_.size() && !work_.stopped(); t = next++) {
+    for (size_t t = next++; t < tasks_.size() && !failed && !work_.stopped(); t = next++) {
       const auto begin = std::chrono::steady_clock::now();
-      run(tasks_[t], worker);
+      try {
+        run(tasks_[t], worker);
+      } catch (...) { // the other threads need not go on
+        failed = true;
+        throw;
+      }
       tasks_[t].seconds =
           std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     }

@@ -103,7 +103,7 @@ XSOFTMAX_OPERATORS(m) {
       "Tensor[] labels, Tensor[] label_costs, Tensor[] initial, str[] options) -> Tensor[]");
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("linear_layers_train",
          [](at::TensorList rows, int64_t features, at::TensorList first_child,
             at::TensorList parents, at::TensorList labels, at::TensorList label_costs,

@@ -175,7 +175,7 @@ def read_annif(
     path: PathName, *, subjects: Optional[Sequence[str]] = None
 ) -> Tuple[List[str], "scipy.sparse.csr_matrix", List[str]]:
     """Reads a corpus of short texts in the format of Annif: per line a text, a tab, and the URIs of
-    its subjects in angle brackets, separated by spaces.
+    its subjects in angle brackets, separated by spaces. Empty lines are skipped.
 
     ``sklearn.feature_extraction.text.TfidfVectorizer`` makes X of the texts.
 
@@ -196,14 +196,16 @@ def read_annif(
     with open_regular("read_annif", path) as file:
         lines = gzip.GzipFile(fileobj=file) if fspath(path).endswith(".gz") else file
         try:
-            for number, line in enumerate(io.TextIOWrapper(lines, "utf-8"), 1):
+            for number, line in enumerate(io.TextIOWrapper(lines, "utf-8-sig"), 1):
+                if not line.strip():
+                    continue
                 text, tab, ends = line.rstrip("\n").partition("\t")
                 found = ends.split()
                 if not tab or not all(_URI.fullmatch(uri) for uri in found):
                     raise ValueError(f"read_annif: expected a text, a tab and <URI>s in "
                                      f"{fspath(path)}, line {number}, got {line[:80]!r}")
+                rows += [len(texts)] * len(found)
                 texts.append(text)
-                rows += [number - 1] * len(found)
                 uris += [uri[1:-1] for uri in found]
         except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"read_annif: expected {fspath(path)} as text in UTF-8, got another "
@@ -224,8 +226,8 @@ def _label_matrix(owner: str, path: PathName, rows: np.ndarray, labels: np.ndarr
         raise ValueError(f"{owner}: expected different labels, got one of them twice")
     for label, row in zip(labels, rows):
         if label not in column:
-            raise ValueError(f"{owner}: expected labels out of {len(kinds)}, got {label} in line "
-                             f"{row + 1} of {fspath(path)}")
+            raise ValueError(f"{owner}: expected labels out of {len(kinds)}, got {label} in "
+                             f"example {row + 1} of {fspath(path)}")
     pairs = sp.csr_matrix((np.ones(len(rows), np.float32),
                            (rows, np.array([column[label] for label in labels], np.int64))),
                           shape=(count, len(kinds)))

@@ -308,4 +308,4 @@ class HierarchicalMatcher(TableModule):
 
     def extra_repr(self) -> str:
         return super().extra_repr(
-        ) + f", loss={self.loss!r}, beam={self.beam}, layer={int(self.layer)}"
+        ) + f", loss={self.loss!r}, beam={self.beam}, negatives={self.negatives!r}, layer={int(self.layer)}"

@@ -160,6 +160,9 @@ class XRLinear:
             if loss not in _LOSSES:
                 raise ValueError(f"XRLinear.train: expected loss as one of {list(_LOSSES)}, got "
                                  f"{loss!r}")
+            if resume is not None and not isinstance(resume, (str, PathLike)):
+                raise TypeError("XRLinear.train: expected resume as a path or None, got "
+                                f"{type(resume).__name__}")
             if resume is not None and group is not None:
                 raise ValueError("XRLinear.train: expected resume without group, got both")
             if dtype not in (None, torch.float16, torch.float32):
@@ -278,9 +281,9 @@ class XRLinear:
             dense: tensor or array [n, d] with the last d features, in addition to a sparse X with
                 the first D - d features.
             only: restricts the result to these labels: ids in [0, L), or a bool mask [L]; or to
-                each row's own, the non-zeros of a scipy sparse matrix [n, L], such as the
-                predictions of another model, whose shortlists this one ranks. All labels of such a
-                matrix are scored, whatever the beam is. None: all labels.
+                each row's own, the entries of a scipy sparse matrix or sparse CSR tensor [n, L],
+                such as the predictions of another model, whose shortlists this one ranks. All
+                labels of such a matrix are scored, whatever the beam is. None: all labels.
             transform: the function applied to w.x: ``"l1-hinge"`` .. ``"l6-hinge"``,
                 ``e^-max(0, 1 - w.x)^p``; ``"sigmoid"``; ``"identity"``; or their logarithms
                 ``"log-l1-hinge"`` .. ``"log-l6-hinge"`` and ``"log-sigmoid"``. One name for all

@@ -342,6 +342,8 @@ def join_names(option: str, names: Names) -> str:
 
 def select_labels(only: Any, labels: int, rows: int) -> Tensor:
     """Returns the ids of labels, or a sparse CSR tensor [rows, labels]."""
+    if isinstance(only, Tensor) and only.layout == torch.sparse_csr:
+        return only
     if getattr(only, "format", None) is not None:
         only = canonical("XRLinear.predict", "only", only, "labels")
         if only.shape != (rows, labels):

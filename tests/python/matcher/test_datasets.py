@@ -169,7 +169,7 @@ def test_a_file_of_libsvm_is_read(tmp_path):
     X, Y, again = read_libsvm(test, classes=classes, num_features=7)
     assert X.shape == (1, 7) and Y.toarray().tolist() == [[0, 0, 1]]
     assert again.tolist() == classes.tolist()
-    with pytest.raises(ValueError, match="labels out of 2, got 8.0 in line 3 of .*train.svm"):
+    with pytest.raises(ValueError, match="labels out of 2, got 8.0 in example 3 of .*train.svm"):
         read_libsvm(train, classes=[-1, 3])
     with pytest.raises(ValueError, match="read_libsvm: expected .*train.svm in the format"):
         read_libsvm(train, num_features=3)
@@ -193,6 +193,8 @@ def test_a_corpus_of_annif_is_read(tmp_path):
     subjects = ["http://c/3", "http://b/2", "http://a/1"]
     assert read_annif(path, subjects=subjects)[1].toarray().tolist() == [[0, 1, 1], [0, 0, 0],
                                                                          [0, 1, 0]]
+    path.write_bytes(b"\xef\xbb\xbfone\t<a>\r\n\r\ntwo\t<b>")  # as Windows writes it
+    assert read_annif(path)[0] == ["one", "two"] and read_annif(path)[2] == ["a", "b"]
     for content, message in (("no tab\n", "line 1, got 'no tab"), ("a\t<b>\nc\td\n", "line 2"),
                              ("a\t<b\n", "a tab and <URI>s")):
         path.write_text(content)
@@ -205,7 +207,7 @@ def test_a_corpus_of_annif_is_read(tmp_path):
     with pytest.raises(ValueError, match="as text in UTF-8"):
         read_annif(packed)
     path.write_text(text)
-    with pytest.raises(ValueError, match="labels out of 1, got http://b/2 in line 1"):
+    with pytest.raises(ValueError, match="labels out of 1, got http://b/2 in example 1"):
         read_annif(path, subjects=["http://a/1"])
     with pytest.raises(ValueError, match="different labels"):
         read_annif(path, subjects=["http://a/1", "http://a/1"])

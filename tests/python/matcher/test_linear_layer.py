@@ -309,6 +309,8 @@ def test_wrong_tensors_are_refused():
                                        [] if costs is None else [costs], initial, [""])
 
     call()
+    with pytest.raises(ValueError, match="linear_layers_train: expected rows as 3 tensors"):
+        ops.linear_layers_train([], 5, [], [], [], [], [], [])
     for change, error, message in (
         (dict(features=30), IndexError, r"columns in \[0, 30\), got"),
         (dict(rows=(offsets[:-1], columns, values)), ValueError, "offsets that end"),

@@ -102,6 +102,10 @@ def test_a_model_ranks_the_shortlist_of_another(trained):
     ranked = model.predict(queries, 6, only=shortlist)
     assert (np.diff(ranked.indptr) == np.diff(shortlist.indptr)).all()
     assert ((ranked != 0) != (shortlist != 0)).nnz == 0
+    tensor = torch.sparse_csr_tensor(
+        *map(torch.from_numpy, (shortlist.indptr, shortlist.indices, shortlist.data)),
+        size=shortlist.shape)
+    assert (model.predict(queries, 6, only=tensor) != ranked).nnz == 0
     one = model.predict(queries[[7]], 6, only=shortlist[[7]])
     assert (one != ranked[[7]]).nnz == 0
 

@@ -66,6 +66,8 @@ def test_other_files_are_refused(tmp_path):
     torch.save({"kind": "another"}, file)
     with pytest.raises(ValueError, match="resume as a file that train wrote"):
         small(X, Y, resume=file)
+    with pytest.raises(TypeError, match="XRLinear.train: expected resume as a path or None"):
+        small(X, Y, resume=3)
     with pytest.raises(IsADirectoryError):
         small(X, Y, resume=tmp_path)
     with pytest.raises(FileNotFoundError, match="no folder"):
