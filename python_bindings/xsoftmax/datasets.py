@@ -192,7 +192,9 @@ def read_annif(
         ValueError: a line is malformed, or has a subject that is not one of ``subjects``. The
             message gives file, line and text.
     """
-    texts, rows, uris = [], [], []
+    texts: List[str] = []
+    rows: List[int] = []
+    uris: List[str] = []
     with open_regular("read_annif", path) as file:
         lines = gzip.GzipFile(fileobj=file) if fspath(path).endswith(".gz") else file
         try:

@@ -307,5 +307,6 @@ class HierarchicalMatcher(TableModule):
         return torch.from_numpy(targets_of_rows)
 
     def extra_repr(self) -> str:
-        return super().extra_repr(
-        ) + f", loss={self.loss!r}, beam={self.beam}, negatives={self.negatives!r}, layer={int(self.layer)}"
+        options = (f"loss={self.loss!r}, beam={self.beam}, negatives={self.negatives!r}, "
+                   f"layer={int(self.layer)}")
+        return f"{super().extra_repr()}, {options}"
