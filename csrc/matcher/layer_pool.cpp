@@ -9,8 +9,8 @@
 namespace xsoftmax {
 namespace {
 
-// A parent with more than this share of all work has several tasks. Enough for many threads.
-constexpr int64_t kSmallShare = 1024;
+// A parent with more than 1 / 1024 of the work is split into several tasks.
+constexpr int64_t kWorkDivisor = 1024;
 
 int64_t groups_of(int64_t children, int64_t group_size) {
   return (children + group_size - 1) / group_size;
@@ -31,7 +31,8 @@ int64_t total_work(const std::vector<LayerTask>& layers) {
 c10::Half narrow(const char* op, float weight) {
   constexpr float kSmallest = 6.103515625e-05f, kLargest = 65504;
   TORCH_CHECK_VALUE(std::abs(weight) >= kSmallest && std::abs(weight) <= kLargest, op,
-                    ": expected weights in [6.1e-05, 65504] for float16, got ", weight);
+                    ": expected weights of absolute value in [6.1e-05, 65504] for float16, got ",
+                    weight, "; raise threshold or use float32");
   return {weight};
 }
 
@@ -94,26 +95,35 @@ int64_t LayerPool::groups(size_t layer, int64_t parent) const {
 }
 
 void LayerPool::make_tasks() {
-  const auto work = [&](const GroupTask& task) {
-    return layers_[task.layer].parents.size(task.parent) * (task.last_group - task.first_group);
-  };
   std::vector<GroupTask> parents;
   int64_t total = 0;
   for (size_t d = 0; d < layers_.size(); ++d) {
-    const auto [first, last] =
-        std::pair(layers_[d].training.first_parent, layers_[d].training.last_parent);
-    trained_[d].chunks.resize(last - first);
-    shared_[d].resize(last - first);
-    for (int64_t p = first; p < last; ++p) {
+    const LinearTraining& training = layers_[d].training;
+    trained_[d].chunks.resize(training.last_parent - training.first_parent);
+    shared_[d].resize(training.last_parent - training.first_parent);
+    for (int64_t p = training.first_parent; p < training.last_parent; ++p) {
       parents.push_back({int32_t(d), p, 0, groups(d, p)});
-      total += work(parents.back());
+      total += layers_[d].parents.size(p) * groups(d, p);
     }
   }
-  const int64_t largest = total / kSmallShare;
-  for (const GroupTask& parent : parents) {
+  // Returns the groups of one task; the tasks of a parent have about as many.
+  const auto groups_per_task = [&](const GroupTask& parent) {
     const int64_t rows = layers_[parent.layer].parents.size(parent.parent),
-                  count = parent.last_group,
-                  per_task = std::max<int64_t>(1, largest / std::max<int64_t>(1, rows));
+                  most = std::max<int64_t>(1, total / kWorkDivisor / std::max<int64_t>(1, rows));
+    const int64_t tasks = std::max<int64_t>(1, groups_of(parent.last_group, most));
+    return std::max<int64_t>(1, groups_of(parent.last_group, tasks));
+  };
+  const auto work = [&](const GroupTask& parent) {
+    return layers_[parent.layer].parents.size(parent.parent) *
+        std::min(groups_per_task(parent), parent.last_group);
+  };
+  // In the order of layers, because progress is reported per layer; within a layer, the longest
+  // tasks first. Those of one parent are consecutive, so that few parents' rows are in memory.
+  std::stable_sort(parents.begin(), parents.end(), [&](const GroupTask& a, const GroupTask& b) {
+    return a.layer != b.layer ? a.layer < b.layer : work(a) > work(b);
+  });
+  for (const GroupTask& parent : parents) {
+    const int64_t count = parent.last_group, per_task = groups_per_task(parent);
     if (per_task < count) {
       auto& shared = shared_[parent.layer][place(parent)];
       shared = std::make_unique<SharedRows>();
@@ -127,10 +137,6 @@ void LayerPool::make_tasks() {
       g = end;
     } while (g < count);
   }
-  // Layer by layer, so that progress is that of a layer; within a layer, the longest tasks first.
-  std::stable_sort(tasks_.begin(), tasks_.end(), [&](const GroupTask& a, const GroupTask& b) {
-    return a.layer != b.layer ? a.layer < b.layer : work(a) > work(b);
-  });
 }
 
 std::vector<TrainedLayer> LayerPool::train() {
@@ -144,7 +150,7 @@ std::vector<TrainedLayer> LayerPool::train() {
       const auto begin = std::chrono::steady_clock::now();
       try {
         run(tasks_[t], worker);
-      } catch (...) { // the other threads need not go on
+      } catch (...) { // stops the other threads
         failed = true;
         throw;
       }
@@ -172,12 +178,15 @@ void LayerPool::run(GroupTask& task, Worker& worker) {
     gather(worker.rows);
     worker.groups.resize(task.last_group);
     train_groups(task, worker.rows, worker.groups, worker);
+    if (work_.stopped()) {
+      return; // groups are incomplete
+    }
     chunk = merge(op_, worker.groups, worker.rows, layer.training.half);
     return;
   }
   std::call_once(shared->gathered, [&] { gather(shared->rows); });
   train_groups(task, shared->rows, shared->groups, worker);
-  if (shared->tasks_left.fetch_sub(1) == 1) {
+  if (shared->tasks_left.fetch_sub(1) == 1 && !work_.stopped()) {
     chunk = merge(op_, shared->groups, shared->rows, layer.training.half);
     shared.reset();
   }

@@ -216,18 +216,24 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
                                              predict_options.dense_begin(), features_);
   const bool per_query =
       is_defined(predict_options.only()) && predict_options.only()->layout() == at::kSparseCsr;
-  // At most max_children labels are below each node of the beam.
   const int64_t n = queries.views.count, max_children = layers_.back().max_children();
-  const int64_t k = std::min(
-      {topk, num_labels(),
-       per_query || beam > num_labels() / max_children ? num_labels() : beam * max_children});
-  // A query's own labels are all scored.
-  const LinearBeamOptions options =
-      beam_options(predict_options, transform_, layers_.size(), k, per_query ? num_labels() : beam);
   const std::vector<AllowedNodes> allowed = !is_defined(predict_options.only())
       ? std::vector<AllowedNodes>()
       : per_query ? nodes_of_queries(*predict_options.only(), n)
                   : allowed_nodes(*predict_options.only());
+  // At most max_children labels are below each node of the beam.
+  int64_t most = beam > num_labels() / max_children ? num_labels() : beam * max_children;
+  if (per_query) {
+    most = 0;
+    const std::vector<int64_t>& offset = allowed.back().offset;
+    for (int64_t q = 0; q < n; ++q) {
+      most = std::max(most, offset[q + 1] - offset[q]);
+    }
+  }
+  const int64_t k = std::min({topk, num_labels(), most});
+  // All labels of a query are scored.
+  const LinearBeamOptions options =
+      beam_options(predict_options, transform_, layers_.size(), k, per_query ? num_labels() : beam);
 
   const Tensor leaf = at::empty({n, k}, at::kLong), score = at::empty({n, k}, at::kFloat),
                ends = at::empty({n + 1}, at::kLong);
@@ -340,6 +346,7 @@ std::vector<AllowedNodes> XRLinear::nodes_of_queries(const Tensor& only, int64_t
   TORCH_CHECK_VALUE(only.dim() == 2 && only.size(0) == queries && only.size(1) == num_labels(),
                     kName, ": expected only of shape [", queries, ", ", num_labels(),
                     "], labels of each query, got ", only.sizes());
+  check::class_ids(kName, "only", only.col_indices(), num_labels());
   const Tensor ends = only.crow_indices().to(at::kLong).contiguous(),
                columns = only.col_indices().to(at::kInt).contiguous();
   check::lists(kName, "crow_indices of only", ends, "col_indices of only", columns, num_labels(),

@@ -84,6 +84,10 @@ int64_t Bisection::cut_rows(int32_t* rows, int64_t size, std::optional<int64_t> 
 }
 
 int64_t Bisection::closer_rows(int64_t size) const {
+  const auto [lowest, highest] = std::minmax_element(score_.begin(), score_.begin() + size);
+  if (*lowest == *highest) {
+    return size / 2; // for instance labels without examples
+  }
   const int64_t closer = std::count_if(score_.begin(), score_.begin() + size,
                                        [&](float score) { return score > middle_; }),
                 fewest = (size + 15) / 16;

@@ -80,6 +80,7 @@ class HuggingFace(nn.Module):
         else:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
             self.encoder = AutoModel.from_pretrained(name)
+        self.tokenizer.padding_side = "right"  # batches are cut there
         self.width = self.encoder.config.hidden_size
 
     def tokenize(self, texts: list[str]) -> Tensor:

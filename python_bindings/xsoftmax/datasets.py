@@ -128,19 +128,21 @@ def read_sparse(path: PathName, *, scores: bool = False) -> "scipy.sparse.csr_ma
 
 
 def read_libsvm(
-    path: PathName, *, classes: Optional[Sequence[float]] = None, num_features: Optional[int] = None
+    path: PathName, *, classes: Optional[Sequence[float]] = None,
+    num_features: Optional[int] = None, zero_based: Optional[bool] = None
 ) -> Tuple["scipy.sparse.csr_matrix", "scipy.sparse.csr_matrix", np.ndarray]:
     """Reads a file of classes in the format of LIBSVM, such as Sector or ALOI, with
     ``sklearn.datasets.load_svmlight_file``: per line a class, or several joined by commas, and
     ``feature:value`` pairs.
 
     Args:
-        path: a text file; a name that ends in ``.gz`` or ``.bz2`` is decompressed. Features are
-            counted from 1 if no line has a feature 0, else from 0.
+        path: a text file; a name that ends in ``.gz`` or ``.bz2`` is decompressed.
         classes: the classes, in the order of the columns of Y, such as those that this function
             returned for the training file. None: those of the file, in increasing order.
         num_features: the number of features of X, since a test file may lack the last ones. None:
             the largest in the file.
+        zero_based: whether features are counted from 0. None: True if the file has a feature 0.
+            Pass the value of the training file for its test file, which may lack feature 0.
 
     Returns:
         CSR matrices X float32 [n, D] and Y float32 [n, L], whose values are all 1, and the classes
@@ -160,8 +162,8 @@ def read_libsvm(
     open_regular("read_libsvm", path).close()
     try:
         X, found = load_svmlight_file(fspath(path), n_features=num_features, multilabel=True,
-                                      zero_based="auto")
-    except ValueError as error:
+                                      zero_based="auto" if zero_based is None else zero_based)
+    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"read_libsvm: expected {fspath(path)} in the format of LIBSVM: "
                          f"{error}") from error
     labels = np.array([label for row in found for label in row], np.float64)

@@ -102,6 +102,9 @@ void DraftFolder::publish(const std::function<void()>& check) {
                 target_, ": ", system_error());
   }
   published_ = true;
+  // Released now, so that a save which replaces this folder at once can remove it. If that save
+  // comes before this line, remove_abandoned() below finds the folder.
+  lock_ = FileHandle(-1);
   sync_folder(op_, parent_of(target_));
   // The replaced folder, unless another save has removed it as abandoned.
   const FileHandle replaced = open_folder(path_);

@@ -34,8 +34,8 @@ class HierarchicalMatcher(TableModule):
     encoder (Yu et al., 2022, section 4).
 
     One layer is trained at a time, the current layer. There, the shortlist S of a query holds the
-    children of the ``beam`` best nodes of the layer above, and the children of that layer's nodes
-    above its target labels (see ``negatives``). With y_c = 1 if a target label is at or below c,
+    children of selected nodes of the layer above: the ``beam`` best ones, those above its target
+    labels, or both (``negatives``). With y_c = 1 if a target label is at or below c,
     else -1, the loss of a query is::
 
         sum_{c in S} max(0, 1 - y_c (w_c . input + b_c))^2         # "squared_hinge"
@@ -62,7 +62,7 @@ class HierarchicalMatcher(TableModule):
             layer whose children are scored; at least 1.
         negatives: the nodes of the layer above whose children are scored in training. "tfn"
             (teacher forcing): those above the target labels. "man" (matcher-aware): those that the
-            beam reaches; targets below others have no loss. "tfn+man": both.
+            beam reaches; targets below other nodes are ignored. "tfn+man": both.
         reduction: over queries: "mean", "sum" or "none".
         bias, sparse_grad: as in :class:`SampledSoftmaxLoss`.
         device, dtype: of the edges. The dtype is float32, float64, bfloat16 or float16.

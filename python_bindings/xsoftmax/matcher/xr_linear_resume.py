@@ -1,4 +1,4 @@
-"""The file from which an interrupted training of XRLinear goes on."""
+"""The checkpoint file of XRLinear.train."""
 
 import os
 from typing import Any, Dict, List, NamedTuple, Union
@@ -12,12 +12,12 @@ _KIND = "xsoftmax training of XRLinear, 1"
 
 
 class TrainingState(NamedTuple):
-    """What training has done so far."""
+    """The state of a partly trained model."""
 
     tree: List[Tensor]
     seed: int
     parts: List[List[Tensor]]
-    """Of the layers that are finished."""
+    """Parts of the finished layers."""
     stats: List[Dict[str, float]]
 
 
@@ -31,7 +31,7 @@ class TrainingFile:
         """Returns the state in the file; None if there is no file yet.
 
         Raises:
-            ValueError: the file is none of this class, or of a training with other arguments.
+            ValueError: the file is not a checkpoint of XRLinear.train, or has other arguments.
         """
         if not os.path.exists(self.path):
             folder = os.path.dirname(os.path.abspath(self.path))
@@ -44,15 +44,16 @@ class TrainingFile:
                 content = torch.load(file, weights_only=True)
                 if content["kind"] != _KIND:
                     raise ValueError(content["kind"])
+                arguments, state = content["arguments"], TrainingState(**content["state"])
             except Exception as error:
                 raise ValueError(f"XRLinear.train: expected resume as a file that train wrote, got "
                                  f"{self.path}: {type(error).__name__}: {error}") from error
         for name, value in self.arguments.items():
-            other = content["arguments"].get(name, "none")
+            other = arguments.get(name, "none")
             if other != value:
                 raise ValueError(f"XRLinear.train: expected the arguments of the training in "
-                                 f"{self.path}, got {name} {value}, there {other}")
-        return TrainingState(**content["state"])
+                                 f"{self.path}, got {name}={value}, the file has {other}")
+        return state
 
     def save(self, state: TrainingState) -> None:
         with replace_file("XRLinear.train", self.path) as draft:

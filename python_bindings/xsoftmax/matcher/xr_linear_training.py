@@ -108,7 +108,9 @@ class Watch:
                 self.show(first + ended, done - int(ends[ended]) + work[ended], work[ended])
 
         is_quiet = self.bar is None and not callable(self.progress)
-        return long_work.run(f"layer {first + 1}", torch.ops.xsoftmax.linear_layers_train, *args,
+        name = f"layer {first + 1}" if len(
+            work) == 1 else f"layers {first + 1} to " + str(first + len(work))
+        return long_work.run(name, torch.ops.xsoftmax.linear_layers_train, *args,
                              show=None if is_quiet else show)
 
 
@@ -345,7 +347,7 @@ def select_labels(only: Any, labels: int, rows: int) -> Tensor:
     if isinstance(only, Tensor) and only.layout == torch.sparse_csr:
         return only
     if getattr(only, "format", None) is not None:
-        only = canonical("XRLinear.predict", "only", only, "labels")
+        only = canonical("XRLinear.predict", "only", only, "scores")  # a score may be 0
         if only.shape != (rows, labels):
             raise ValueError(f"XRLinear.predict: expected only of shape [{rows}, {labels}], the "
                              f"labels of each row, got {list(only.shape)}")

@@ -200,6 +200,10 @@ def train_together(args: argparse.Namespace, group: Optional["torch.distributed.
         torch.ops.xsoftmax.xr_linear_check_target(args.model)
         if Path(args.model).exists() and not args.force:
             raise FileExistsError(f"there is a model in {args.model} already: --force replaces it")
+    if args.resume is not None:
+        if group is not None:
+            raise ValueError("--resume: expected a single process, got several of torchrun")
+        check_parent(Path(args.resume))
     X, Y = read_arguments(args)
     if X.shape[0] == 0:
         raise ValueError(f"expected at least one example in {args.data}, got none")

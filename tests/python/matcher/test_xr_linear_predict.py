@@ -106,6 +106,9 @@ def test_a_model_ranks_the_shortlist_of_another(trained):
         *map(torch.from_numpy, (shortlist.indptr, shortlist.indices, shortlist.data)),
         size=shortlist.shape)
     assert (model.predict(queries, 6, only=tensor) != ranked).nnz == 0
+    zero = shortlist.copy()
+    zero.data[:] = 0  # scores of a transform whose best score is 0
+    assert (model.predict(queries, 6, only=zero) != ranked).nnz == 0
     one = model.predict(queries[[7]], 6, only=shortlist[[7]])
     assert (one != ranked[[7]]).nnz == 0
 

@@ -41,10 +41,10 @@ def test_a_resumed_training_gives_the_model_of_an_uninterrupted_one(tmp_path, ne
 
 
 @pytest.mark.parametrize("change, words", [
-    (dict(threshold=0.2), "got threshold 0.2, there 0.1"),
-    (dict(negatives="tfn+man"), "got negatives tfn.man, there tfn"),
-    (dict(arity=4), "got tree 4 children and 5 labels of a leaf, there 3 children"),
-    (dict(X=True), r"got X \[300, 60\] \(digest \w+\), there \[300, 60\]"),
+    (dict(threshold=0.2), "got threshold=0.2, the file has 0.1"),
+    (dict(negatives="tfn+man"), "got negatives=tfn.man, the file has tfn"),
+    (dict(arity=4), "got tree=4 children and 5 labels of a leaf, the file has 3 children"),
+    (dict(X=True), r"got X=\[300, 60\] \(digest \w+\), the file has \[300, 60\]"),
 ])
 def test_another_training_is_refused(tmp_path, change, words):
     X, Y = problem()
@@ -63,6 +63,12 @@ def test_other_files_are_refused(tmp_path):
         file.write_bytes(content)
         with pytest.raises(ValueError, match="resume as a file that train wrote, got .*training"):
             small(X, Y, resume=file)
+    small(X, Y, resume=tmp_path / "whole")
+    broken = torch.load(tmp_path / "whole")
+    del broken["state"]["seed"]
+    torch.save(broken, file)
+    with pytest.raises(ValueError, match="resume as a file that train wrote"):
+        small(X, Y, resume=file)
     torch.save({"kind": "another"}, file)
     with pytest.raises(ValueError, match="resume as a file that train wrote"):
         small(X, Y, resume=file)
