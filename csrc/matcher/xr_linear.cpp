@@ -346,7 +346,7 @@ std::vector<AllowedNodes> XRLinear::nodes_of_queries(const Tensor& only, int64_t
   TORCH_CHECK_VALUE(only.dim() == 2 && only.size(0) == queries && only.size(1) == num_labels(),
                     kName, ": expected only of shape [", queries, ", ", num_labels(),
                     "], labels of each query, got ", only.sizes());
-  check::class_ids(kName, "only", only.col_indices(), num_labels());
+  check::class_ids(kName, "only", only.col_indices().to(at::kLong), num_labels());
   const Tensor ends = only.crow_indices().to(at::kLong).contiguous(),
                columns = only.col_indices().to(at::kInt).contiguous();
   check::lists(kName, "crow_indices of only", ends, "col_indices of only", columns, num_labels(),
