@@ -20,6 +20,13 @@ SHAPES = {
 }
 
 
+def float_rows(matrix):
+    """Returns a matrix as CSR, float32, with increasing columns."""
+    matrix = matrix.tocsr().astype(np.float32)
+    matrix.sort_indices()
+    return matrix
+
+
 def make(name: str, source: str | None, folder: Path, seed: int = 0) -> None:
     """Writes a data set unless it exists. `source` is the file or folder of a real one; None for a
     generated one."""
@@ -30,9 +37,7 @@ def make(name: str, source: str | None, folder: Path, seed: int = 0) -> None:
         *{"delicious": delicious, "gowalla": gowalla, "novels": novels}[name](Path(source)), seed)
     for part, (X, Y) in parts.items():
         for what, matrix in (("x", X), ("y", Y)):
-            matrix = matrix.tocsr().astype(np.float32)
-            matrix.sort_indices()
-            sp.save_npz(folder / f"{name}.{part}.{what}.npz", matrix, compressed=False)
+            sp.save_npz(folder / f"{name}.{part}.{what}.npz", float_rows(matrix), compressed=False)
     write_text(*parts["train"], folder / f"{name}.train.txt")
 
 

@@ -17,7 +17,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -28,11 +27,8 @@ from records import add_json, report, table
 
 
 def examples(folder: Path):
-    X, Y = (matrix.tocsr().astype(np.float32)
-            for matrix in extreme_data.split(*extreme_data.gowalla(folder), seed=0)["train"])
-    X.sort_indices()
-    Y.sort_indices()
-    return X, Y
+    parts = extreme_data.split(*extreme_data.gowalla(folder), seed=0)
+    return tuple(map(extreme_data.float_rows, parts["train"]))
 
 
 def parts(model: xs.XRLinear) -> list[torch.Tensor]:

@@ -7,12 +7,11 @@ machine has.
 Training consists of label vectors (PIFA), tree and layers. Numbers of threads take turns; times are
 medians. The generated set has 60,000 examples, 60,000 features and 30,000 labels.
 
-The simulation takes the time of each task of layers in a run on one thread, and hands the tasks
-out in the same order to 1 to 64 threads: a thread without work takes the next task. What layers do
-beside tasks counts with its whole time on one thread, though much of it runs on several. Label
-vectors and trees follow Amdahl's law, from the times measured on one and on most threads. What the
-simulation leaves out is that threads share caches and memory bandwidth: compare it with the times
-that were measured.
+The simulation assigns the measured task times of a run on one thread to 1 to 64 threads, in the
+same order: an idle thread takes the next task. Time outside tasks is counted as serial, although
+part of it is parallel. Label vectors and trees are extrapolated by Amdahl's law from the times on
+one thread and on the largest measured number of threads. The simulation ignores that threads share
+caches and memory bandwidth: compare it with the measured times.
 """
 
 import argparse
@@ -33,7 +32,7 @@ SIMULATED = (1, 2, 4, 8, 15, 32, 64)
 
 
 class Recorder:
-    """Stands in for an operator whose last result lists its tasks, and keeps that list."""
+    """Wraps an operator whose last result lists its tasks, and records that list."""
     def __init__(self, name: str) -> None:
         self.name, self.op, self.tasks = name, getattr(torch.ops.xsoftmax, name), []
 
@@ -58,12 +57,6 @@ def generated() -> tuple:
 def gowalla(folder: Path) -> tuple:
     parts = extreme_data.split(*extreme_data.gowalla(folder), seed=0)
     return (*parts["train"], parts["test"][0])
-
-
-def clean(matrix):
-    matrix = matrix.tocsr().astype(np.float32)
-    matrix.sort_indices()
-    return matrix
 
 
 def train(X, Y) -> tuple[dict[str, float], xs.XRLinear, Recorder]:
@@ -94,15 +87,15 @@ def simulate(seconds: list[float], threads: int) -> float:
 
 
 def amdahl(one: float, measured: float, measured_threads: int, threads: int) -> float:
-    """Returns the seconds on `threads` threads, by Amdahl's law, from those on 1 and another
-    number."""
+    """Extrapolates the seconds on `threads` threads by Amdahl's law from two measured times."""
     serial = 0.0 if measured_threads == 1 else max(0.0, (measured - one / measured_threads) /
                                                    (1 - 1 / measured_threads))
     return serial + (one - serial) / threads
 
 
 def measure(args: argparse.Namespace, name: str, X, Y, queries) -> list[dict]:
-    X, Y, queries = clean(X), clean(Y), clean(queries)
+    X, Y, queries = extreme_data.float_rows(X), extreme_data.float_rows(Y), extreme_data.float_rows(
+        queries)
     runs: dict[int, list[dict[str, float]]] = {threads: [] for threads in args.threads}
     tasks: list[torch.Tensor] = []
     for round_ in range(args.repeats + 1):

@@ -4,17 +4,16 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <limits>
+#include <utility>
 
 namespace xsoftmax {
 namespace {
 
 // A parent with more than 1 / 1024 of the work is split into several tasks.
 constexpr int64_t kWorkDivisor = 1024;
-
-int64_t groups_of(int64_t children, int64_t group_size) {
-  return (children + group_size - 1) / group_size;
-}
 
 /// Returns the work of all trained parents, in units of rows times children.
 int64_t total_work(const std::vector<LayerTask>& layers) {
@@ -29,10 +28,11 @@ int64_t total_work(const std::vector<LayerTask>& layers) {
 
 /// Returns a weight as float16. Throws if it is not in the range of normal numbers.
 c10::Half narrow(const char* op, float weight) {
-  constexpr float kSmallest = 6.103515625e-05f, kLargest = 65504;
-  TORCH_CHECK_VALUE(std::abs(weight) >= kSmallest && std::abs(weight) <= kLargest, op,
-                    ": expected weights of absolute value in [6.1e-05, 65504] for float16, got ",
-                    weight, "; raise threshold or use float32");
+  using Limits = std::numeric_limits<c10::Half>;
+  TORCH_CHECK_VALUE(
+      std::abs(weight) >= float(Limits::min()) && std::abs(weight) <= float(Limits::max()), op,
+      ": expected weights of absolute value in [6.1e-05, 65504] for float16, got ", weight,
+      "; raise threshold or use float32");
   return {weight};
 }
 
@@ -76,7 +76,7 @@ int64_t siblings_per_group(const LayerTask& layer) {
   constexpr int64_t kFewGroups = 4;
   int64_t groups = 0;
   for (int64_t p = 0; p < layer.parents.count && groups <= kFewGroups; ++p) {
-    groups += groups_of(layer.children(p), kSiblingLanes);
+    groups += at::divup(layer.children(p), kSiblingLanes);
   }
   return groups <= kFewGroups ? 4 : kSiblingLanes;
 }
@@ -91,44 +91,46 @@ LayerPool::LayerPool(const char* op, const SparseRowsView& examples,
 }
 
 int64_t LayerPool::groups(size_t layer, int64_t parent) const {
-  return groups_of(layers_[layer].children(parent), group_size_[layer]);
+  return at::divup(layers_[layer].children(parent), group_size_[layer]);
 }
 
 void LayerPool::make_tasks() {
-  std::vector<GroupTask> parents;
+  struct Parent {
+    GroupTask all;
+    int64_t per_task, work;
+  };
+  std::vector<GroupTask> whole; // all groups of each parent
   int64_t total = 0;
   for (size_t d = 0; d < layers_.size(); ++d) {
     const LinearTraining& training = layers_[d].training;
     trained_[d].chunks.resize(training.last_parent - training.first_parent);
     shared_[d].resize(training.last_parent - training.first_parent);
     for (int64_t p = training.first_parent; p < training.last_parent; ++p) {
-      parents.push_back({int32_t(d), p, 0, groups(d, p)});
+      whole.push_back({int32_t(d), p, 0, groups(d, p)});
       total += layers_[d].parents.size(p) * groups(d, p);
     }
   }
-  // Returns the groups of one task; the tasks of a parent have about as many.
-  const auto groups_per_task = [&](const GroupTask& parent) {
-    const int64_t rows = layers_[parent.layer].parents.size(parent.parent),
-                  most = std::max<int64_t>(1, total / kWorkDivisor / std::max<int64_t>(1, rows));
-    const int64_t tasks = std::max<int64_t>(1, groups_of(parent.last_group, most));
-    return std::max<int64_t>(1, groups_of(parent.last_group, tasks));
-  };
-  const auto work = [&](const GroupTask& parent) {
-    return layers_[parent.layer].parents.size(parent.parent) *
-        std::min(groups_per_task(parent), parent.last_group);
-  };
+  // Splits the groups of a parent evenly over tasks.
+  std::vector<Parent> parents;
+  for (const GroupTask& all : whole) {
+    const int64_t rows = layers_[all.layer].parents.size(all.parent),
+                  most = std::max<int64_t>(1, total / kWorkDivisor / std::max<int64_t>(1, rows)),
+                  tasks = std::max<int64_t>(1, at::divup(all.last_group, most)),
+                  per_task = at::divup(all.last_group, tasks);
+    parents.push_back({all, per_task, rows * per_task});
+  }
   // In the order of layers, because progress is reported per layer; within a layer, the longest
   // tasks first. Those of one parent are consecutive, so that few parents' rows are in memory.
-  std::stable_sort(parents.begin(), parents.end(), [&](const GroupTask& a, const GroupTask& b) {
-    return a.layer != b.layer ? a.layer < b.layer : work(a) > work(b);
+  std::stable_sort(parents.begin(), parents.end(), [](const Parent& a, const Parent& b) {
+    return a.all.layer != b.all.layer ? a.all.layer < b.all.layer : a.work > b.work;
   });
-  for (const GroupTask& parent : parents) {
-    const int64_t count = parent.last_group, per_task = groups_per_task(parent);
+  for (const auto& [parent, per_task, work] : parents) {
+    const int64_t count = parent.last_group;
     if (per_task < count) {
       auto& shared = shared_[parent.layer][place(parent)];
       shared = std::make_unique<SharedRows>();
       shared->groups.resize(count);
-      shared->tasks_left = groups_of(count, per_task);
+      shared->tasks_left = at::divup(count, per_task);
     }
     int64_t g = 0;
     do { // a parent without children has one task, which leaves an empty chunk
@@ -166,7 +168,7 @@ std::vector<TrainedLayer> LayerPool::train() {
   return std::move(trained_);
 }
 
-void LayerPool::run(GroupTask& task, Worker& worker) {
+void LayerPool::run(const GroupTask& task, Worker& worker) {
   const LayerTask& layer = layers_[task.layer];
   const auto gather = [&](ParentRows& rows) {
     rows.gather(examples_, layer.parents.row + layer.parents.offset[task.parent],

@@ -5,7 +5,6 @@
 #include "table/sparse_rows.h"
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -35,16 +34,15 @@ struct GroupTask {
   double seconds = 0;
 };
 
-/// Returns the number of siblings that are trained together in a layer. It depends on the shape of
-/// the layer only, since a classifier's bits depend on its group.
+/// Returns the number of siblings that are trained together in a layer. Depends only on the shape
+/// of the layer: the group affects the bits of a classifier.
 ///
-/// Wide groups share the most work. But the first layers of a tree have few groups, each of them on
-/// all examples, so with wide groups a single task would take as long as all other work on many
-/// threads.
+/// Wide groups share more work, but the first layers have few groups, each trained on all examples:
+/// one wide group there could take longer than all other tasks together.
 int64_t siblings_per_group(const LayerTask& layer);
 
-/// Trains layers whose training rows are known. All groups of all layers are one pool of tasks: a
-/// thread without work takes the next one. A layer is no barrier.
+/// Trains layers whose training rows are known. The groups of all layers form one queue. An idle
+/// thread takes the next task, and no thread waits for a layer to finish.
 class LayerPool {
  public:
   LayerPool(const char* op, const SparseRowsView& examples, const std::vector<LayerTask>& layers);
@@ -56,16 +54,16 @@ class LayerPool {
  private:
   using Groups = std::vector<std::vector<ChildWeight>>;
 
-  /// A parent with several tasks, which share its rows.
+  /// Rows and weights of a parent whose groups are split over several tasks.
   struct SharedRows {
     std::once_flag gathered;
     ParentRows rows;
     Groups groups;
     std::atomic<int64_t> tasks_left = 0;
   };
-  /// What a thread keeps between tasks.
+  /// Buffers and statistics of one thread.
   struct Worker {
-    Worker(const LayerPool& pool)
+    explicit Worker(const LayerPool& pool)
         : place(pool.examples_.features, -1), trainer(pool.work_), stats(pool.layers_.size()) {}
 
     std::vector<int32_t> place; // scratch of ParentRows::gather
@@ -76,7 +74,7 @@ class LayerPool {
   };
 
   void make_tasks();
-  void run(GroupTask& task, Worker& worker);
+  void run(const GroupTask& task, Worker& worker);
   void train_groups(const GroupTask& task, const ParentRows& rows, Groups& groups, Worker& worker);
   int64_t groups(size_t layer, int64_t parent) const;
   /// Returns the index of a parent in `trained_` and `shared_`.

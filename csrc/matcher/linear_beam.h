@@ -36,7 +36,7 @@ struct Queries {
   }
 };
 
-/// The nodes of a layer that a search may enter: the same for all queries, or each query's own.
+/// The nodes of a layer that a search may enter: shared by all queries, or listed per query.
 struct AllowedNodes {
   std::vector<bool> marked; ///< [nodes], or empty
   std::vector<int64_t> offset, node; ///< [queries + 1], and the increasing nodes of each query
@@ -100,7 +100,7 @@ class BeamLayer {
   std::vector<Chunk> chunks_;
 };
 
-/// How the scores of a layer are made.
+/// How a layer computes its scores.
 struct LayerScoring {
   ScoreTransform transform;
   int power; ///< exponent of a hinge
@@ -118,7 +118,7 @@ class BeamWorkspace {
  public:
   /// Finds the best topk leaves of each query, best first, equal scores by leaf. Writes `leaf` and
   /// `score` [count][topk], filled up with -1 and 0, and the number of leaves `found` [count].
-  /// `allowed`, if not empty, has the nodes of each layer that may be entered.
+  /// `allowed` restricts the nodes of each layer; empty: no restriction.
   ///
   /// No reported score is 0, because sparse formats drop zeros. If scores are logs, the
   /// i-th leaf before the last is reported with at least the i-th float after 2^-126, so the

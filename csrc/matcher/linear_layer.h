@@ -1,6 +1,5 @@
 #pragma once
 
-#include "op/optional.h"
 #include "matcher/linear_beam.h"
 
 #include <ATen/core/Tensor.h>
@@ -48,8 +47,7 @@ struct LinearLayerOptions {
   int64_t sweeps = 100; ///< maximum number of passes over the rows
   double threshold = 0.1; ///< weights below it in magnitude are dropped
   std::optional<int64_t> max_weights; ///< largest weights to keep per child; none: all
-  bool half =
-      false; ///< weights are kept as float16, and must be in the range of its normal numbers
+  bool half = false; ///< store weights as float16; a weight outside its normal range is an error
   int64_t seed = 0; ///< for the orders in which rows are visited
   int64_t first_parent = 0; ///< the first trained parent; a process may train part of a layer
   std::optional<int64_t> last_parent; ///< the end of the trained parents (exclusive); none: all
@@ -75,8 +73,8 @@ struct LinearLayerOptions {
 ///     -> 6 tensors for each layer, and tasks
 ///
 /// Trains the classifiers of several layers, those of each child on the rows of its parent
-/// (sibling_solver.h). All layers are one pool of tasks (layer_pool.h), so that threads have work
-/// while the few, long tasks of the first layers run. CPU only.
+/// (sibling_solver.h). All layers share one queue of tasks (layer_pool.h), so that threads have
+/// work while the few, long tasks of the first layers run. CPU only.
 ///
 ///   rows         offsets, columns and values of n examples, as above
 ///
@@ -94,8 +92,8 @@ struct LinearLayerOptions {
 ///
 /// The result has chunk, feature, more, child and value of each layer, and stats float64 [3]: the
 /// number of sweeps, of labels that did not converge, and of weights before any was dropped. The
-/// last tensor, float64 [T, 4], lists the tasks in the order in which they began: layer, parent,
-/// first group of siblings and seconds.
+/// last tensor, float64 [T, 4], has one row per task, in starting order: layer, parent, first group
+/// of siblings and seconds.
 ///
 /// Trains the parents first_parent .. last_parent - 1 of a layer only: `chunk` has one entry more
 /// than there are such parents and begins at 0. The other results equal those of the whole layer

@@ -37,6 +37,7 @@ struct LinearTraining {
   uint64_t seed;
   int64_t first_parent, last_parent; // the parents that are trained
 };
+
 /// The layer of a warm start.
 struct InitialLayer {
   LinearLayerView view;
@@ -54,7 +55,7 @@ struct InitialLayer {
   }
 };
 
-/// What training of a layer reads.
+/// Inputs for training one layer.
 struct LayerTask {
   LinearTraining training;
   const int64_t* first_child; ///< [parents.count + 1]
@@ -63,7 +64,7 @@ struct LayerTask {
   const InitialLayer* initial; ///< or null
 
   int64_t children(int64_t parent) const { return first_child[parent + 1] - first_child[parent]; }
-  /// Returns the largest number of children of a parent.
+  /// Returns the maximum number of children per parent.
   int64_t max_children() const;
 };
 
@@ -85,7 +86,7 @@ class LinearLayersInput {
                                     const at::Tensor& first_child);
   at::Tensor keep(const at::Tensor& tensor);
 
-  std::vector<at::Tensor> tensors_; // what the views refer to
+  std::vector<at::Tensor> tensors_; // own the memory of the views
   std::deque<InitialLayer> initial_;
   SparseRowsView examples_;
   std::vector<LayerTask> layers_;

@@ -19,7 +19,8 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kOp = "node_rows";
-constexpr int64_t kPairsPerBlock = 1 << 16; // fewer pairs, or fewer than nodes, do not pay
+// Smaller blocks, or blocks with fewer pairs than nodes, are slower.
+constexpr int64_t kPairsPerBlock = 1 << 16;
 
 struct Pairs {
   const int64_t* offset;
@@ -83,8 +84,8 @@ NodeRows node_rows(at::TensorList offsets, at::TensorList columns, at::TensorLis
     check::finite_values(kOp, "costs", cost, total);
   }
 
-  // Each block of rows counts its rows of each node, then writes them where those of the blocks
-  // before it end. So rows are in order, whatever the number of blocks.
+  // Each block of rows counts its rows of each node, then writes them after those of earlier
+  // blocks. Rows are in order for any number of blocks.
   const int64_t blocks =
       std::clamp<int64_t>(total / std::max(kPairsPerBlock, num_nodes), 1, at::get_num_threads());
   const auto for_block = [&](int64_t block, const auto& found) {

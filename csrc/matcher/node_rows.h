@@ -10,9 +10,9 @@ namespace xsoftmax {
 
 // node_rows(offsets, columns, nodes, num_nodes, costs=None) -> (offsets, rows, costs)
 //
-// Returns, for each node of a tree's layer, the increasing rows that a matrix pairs with the node,
-// each once. A row is paired with nodes[column] for each of its columns, for instance with the
-// ancestors of its labels. Of several matrices, each a part of the lists, it returns the union.
+// Returns, for each node of a layer, the sorted distinct rows that have the node. A row has the
+// nodes nodes[column] of its columns, such as the ancestors of its labels. With several matrices,
+// returns the union of their rows.
 //
 //   offsets, columns  int64 [n + 1], int32: the rows of each matrix (CSR)
 //   nodes             int32 [columns of the matrix], below num_nodes

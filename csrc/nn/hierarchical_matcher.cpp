@@ -125,8 +125,8 @@ Shortlist step_shortlist(const Tensor& queries, const Tensor& targets, const Edg
                          std::optional<int64_t> most) {
   const TreeTables& tree = edges.tree;
   if (options.negatives == kTeacherForcing) {
-    const Tensor none = at::full_symint({queries.sym_size(0), 1}, -1, tree.parent.options());
-    return shortlist(none, targets, tree.first_child, tree.parent, most);
+    const Tensor no_parents = at::full_symint({queries.sym_size(0), 1}, -1, tree.parent.options());
+    return shortlist(no_parents, targets, tree.first_child, tree.parent, most);
   }
   const Tensor parents = beam_nodes(queries, edges, layer.begin, options);
   if (options.negatives != kMatcherAware) {

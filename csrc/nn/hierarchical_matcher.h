@@ -87,7 +87,7 @@ void check_options(const char* op, const HierarchicalMatcherOptions& options);
 at::Tensor check_step(const char* op, const at::Tensor& input, const at::Tensor& target,
                       const Edges& edges);
 /// Returns the shortlists of a step (matcher/shortlist.h), by the option `negatives`. targets: the
-/// true nodes [Q, T] of the layer; those that no parent on the shortlist has are ignored.
+/// true nodes [Q, T] of the layer; targets whose parent is not scored are ignored.
 Shortlist step_shortlist(const at::Tensor& queries, const at::Tensor& targets, const Edges& edges,
                          const Layer& layer, const HierarchicalMatcherOptions& options,
                          std::optional<int64_t> most = std::nullopt);

@@ -4,6 +4,7 @@
 #include "op/optional.h"
 #include "op/options.h"
 #include "matcher/canonical_rows.h"
+#include "matcher/label_layers.h"
 #include "matcher/linear_layer.h"
 #include "matcher/node_rows.h"
 #include "matcher/sparse_row_sums.h"
@@ -14,13 +15,9 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/repeat_interleave.h>
-#include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <limits>
-#include <set>
-#include <sstream>
+#include <tuple>
 
 namespace xsoftmax {
 namespace {
@@ -53,117 +50,24 @@ SparseRowTensors pairs_of(const char* name, const Tensor& offsets, const Tensor&
                    RowKind::Labels);
 }
 
-/// The rows of each node of a layer (node_rows.h). costs: one per row, or empty.
-struct Lists { Tensor offsets, rows, costs; };
-
-/// Pairs of rows and nodes: each row has the nodes of its columns.
-struct NodePairs { Tensor offsets, columns, nodes; };
-
-Lists lists_of(const std::vector<NodePairs>& matrices, int64_t num_nodes,
-               const Tensor& costs = {}) {
-  std::vector<Tensor> offsets, columns, nodes;
-  for (const NodePairs& each : matrices) {
-    offsets.push_back(each.offsets);
-    columns.push_back(each.columns);
-    nodes.push_back(each.nodes);
-  }
-  const auto [ends, rows, row_costs] =
-      node_rows(offsets, columns, nodes, num_nodes, optional(costs));
-  return {ends, rows, row_costs};
+/// Returns the offsets and rows of each column of a matrix.
+std::tuple<Tensor, Tensor> rows_of_columns(const SparseRowTensors& pairs, int64_t width) {
+  const auto [offsets, rows, costs] =
+      node_rows({pairs.offsets}, {pairs.columns}, {at::arange(width, at::kInt)}, width);
+  return {offsets, rows};
 }
 
-/// Returns the rows of each column of a matrix.
-Lists rows_of_columns(const SparseRowTensors& pairs, int64_t width) {
-  return lists_of({{pairs.offsets, pairs.columns, at::arange(width, at::kInt)}}, width);
-}
-
-/// Layers of a tree. For each layer: first_child, where the children of each node in the layer
-/// above begin, and label_parents, the node of the layer that is above each label.
-struct TreeLayers {
-  explicit TreeLayers(const LabelTree& tree) {
-    if (tree->depth() == 0) { // a single label: treat it as the child of a root
-      first_child = {at::tensor({0, 1}, at::kLong)};
-      label_parents = {at::zeros({1}, at::kInt)};
-      labels = at::zeros({1}, at::kLong);
-      return;
-    }
-    std::vector<int64_t> ends{1};
-    for (const int64_t size : tree->layer_sizes) {
-      ends.push_back(ends.back() + size);
-    }
-    const Tensor first = tree->first_child.cpu(), parent = tree->parent.cpu(),
-                 node_class = tree->node_class.cpu();
-    const int64_t layers = tree->depth(), last = ends[layers - 1];
-    const Tensor inner = node_class.narrow(0, 0, last),
-                 inner_classes = inner.masked_select(inner.ge(0));
-    TORCH_CHECK_VALUE(inner_classes.numel() == 0, kName,
-                      ": expected a tree with all labels on its last layer, as from_vectors makes "
-                      "with max_leaf_size, got label ",
-                      inner_classes.numel() > 0 ? inner_classes[0].item<int64_t>() : -1,
-                      " above it");
-    for (int64_t depth = 0; depth < layers; ++depth) {
-      const int64_t begin = depth > 0 ? ends[depth - 1] : 0, end = ends[depth];
-      first_child.push_back(first.narrow(0, begin, end - begin + 1) - end);
-    }
-    labels = node_class.narrow(0, last, ends[layers] - last).clone();
-    Tensor node = tree->class_node.cpu();
-    for (int64_t depth = layers; depth-- > 0; node = parent.index_select(0, node)) {
-      label_parents.insert(label_parents.begin(), (node - ends[depth]).to(at::kInt));
-    }
-  }
-
-  int64_t nodes(size_t depth) const {
-    return depth + 1 == first_child.size() ? labels.size(0) : first_child[depth + 1].size(0) - 1;
-  }
-  NodePairs pairs(size_t depth, const SparseRowTensors& pairs) const {
-    return {pairs.offsets, pairs.columns, label_parents[depth]};
-  }
-  /// Returns, for each node of a layer, the rows that have a label below it.
-  Lists lists(size_t depth, const SparseRowTensors& labels, const Tensor& costs = {}) const {
-    return lists_of({pairs(depth, labels)}, nodes(depth), costs);
-  }
-
-  std::vector<Tensor> first_child, label_parents;
-  Tensor labels; ///< label of each node of the last layer
-};
-
-std::vector<std::set<std::string>> schemes_of(const Options& options, size_t depth) {
-  std::vector<std::string> each = options.negatives();
-  if (each.size() == 1) {
-    each.resize(depth, each[0]);
-  }
-  TORCH_CHECK_VALUE(each.size() == depth, kName, ": expected negatives for ", depth,
-                    " layers, as the tree has, got ", each.size());
-  std::vector<std::set<std::string>> schemes;
-  bool user = false;
-  for (const std::string& text : each) {
-    std::istringstream parts(text + "+");
-    schemes.emplace_back();
-    for (std::string part; std::getline(parts, part, '+');) {
-      TORCH_CHECK_VALUE(
-          part == "tfn" || part == "man" || part == "user", kName,
-          ": expected negatives as \"tfn\", \"man\", \"user\" or several joined by +, got \"", text,
-          "\"");
-      schemes.back().insert(part);
-      user = user || part == "user";
-    }
-  }
-  TORCH_CHECK_VALUE(user == options.user_negatives().has_value(), kName,
-                    ": expected negatives with \"user\" and user_negatives together, got ",
-                    user ? "no user_negatives" : "no such negatives");
-  return schemes;
-}
-
-/// Returns the weights of a layer as they are stored: without a dtype, as float16 if they fit.
+/// Returns the weights of a layer in the dtype of the file: without a dtype, float16 if they fit.
 Tensor narrow_values(const Tensor& values, std::optional<at::ScalarType> dtype) {
-  constexpr double kSmallest = 6.103515625e-05, kLargest = 65504; // range of normal float16
+  using Limits = std::numeric_limits<c10::Half>;
   if (dtype.has_value()) {
-    return values; // as trained
+    return values;
   }
   const Tensor sizes = values.abs();
-  const double smallest = sizes.numel() > 0 ? sizes.min().item<double>() : kLargest,
-               largest = sizes.numel() > 0 ? sizes.max().item<double>() : kSmallest;
-  return smallest >= kSmallest && largest <= kLargest ? values.to(at::kHalf) : values;
+  const bool fits = values.numel() == 0 ||
+      (sizes.min().item<float>() >= float(Limits::min()) &&
+       sizes.max().item<float>() <= float(Limits::max()));
+  return fits ? values.to(at::kHalf) : values;
 }
 
 void check_options(const Options& options, const Examples& examples) {
@@ -206,13 +110,19 @@ Tensor checked_relevance(const Options& options, const Examples& examples,
   TORCH_CHECK_VALUE(labels.columns.equal(examples.labels.to(at::kInt)) &&
                         labels.offsets.equal(examples.label_offsets),
                     kName,
-                    ": expected labels of an example that rise beside relevance, got others");
+                    ": expected increasing labels in each example if relevance is set, got others");
   TORCH_CHECK_VALUE(relevance.ge(0).logical_and(relevance.isfinite()).all().item<bool>(), kName,
                     ": expected relevance of at least 0, got less");
   return relevance;
 }
 
-std::vector<std::vector<Tensor>> initial_parts(const Options& options, const TreeLayers& layers,
+LabelLayers layers_of(const LabelTree& tree) {
+  return label_layers(
+      {tree->first_child.cpu(), tree->parent.cpu(), tree->node_class.cpu(), tree->class_node.cpu()},
+      tree->layer_sizes);
+}
+
+std::vector<std::vector<Tensor>> initial_parts(const Options& options, const LabelLayers& layers,
                                                int64_t features) {
   std::vector<std::vector<Tensor>> parts(layers.first_child.size());
   if (options.initial() == nullptr) {
@@ -227,19 +137,21 @@ std::vector<std::vector<Tensor>> initial_parts(const Options& options, const Tre
   }
   TORCH_CHECK_VALUE(same, kName,
                     ": expected initial with the features of the examples and the same tree, got a "
-                    "model of others");
+                    "different model");
   return parts;
 }
 
-/// Returns the nodes of the last layer trained so far that the beam of each row reaches.
-NodePairs mined(const std::vector<std::vector<Tensor>>& parts, const SparseRowTensors& rows,
-                int64_t features, const std::string& transform, const Options& options) {
+/// Returns the offsets and nodes of each row: those of the last trained layer that its beam
+/// reaches.
+std::vector<Tensor> reached_nodes(const std::vector<std::vector<Tensor>>& parts,
+                                  const SparseRowTensors& rows, int64_t features,
+                                  const std::string& transform, const Options& options) {
   const int64_t nodes = parts.back()[0][-1].item<int64_t>();
   const XRLinear model(features, options.bias(), transform, at::arange(nodes, at::kLong), parts);
   const auto search = XRLinearPredictOptions().topk(options.beam()).beam(options.beam());
   const auto [offsets, found, scores] =
       model.predict(rows.offsets, rows.columns, rows.values, search);
-  return {offsets, found.to(at::kInt), at::arange(nodes, at::kInt)};
+  return {offsets, found.to(at::kInt)};
 }
 
 std::string layer_options(const Options& options, int64_t seed) {
@@ -263,9 +175,9 @@ namespace label_vectors {
 
 Rows pii(const Examples& examples) {
   const auto labels = pairs_of("pii", examples.label_offsets, examples.labels, examples.num_labels);
-  const Lists lists = rows_of_columns(labels, examples.num_labels);
-  const Tensor counts = lists.offsets.diff();
-  return {lists.offsets, lists.rows,
+  const auto [offsets, rows] = rows_of_columns(labels, examples.num_labels);
+  const Tensor counts = offsets.diff();
+  return {offsets, rows,
           at::repeat_interleave(counts.to(at::kDouble).rsqrt(), counts).to(at::kFloat)};
 }
 
@@ -276,9 +188,9 @@ Rows pifa(const Examples& examples) {
   TORCH_CHECK_VALUE(rows.offsets.size(0) == labels.offsets.size(0),
                     "pifa: expected features and labels of as many examples, got ",
                     rows.offsets.size(0) - 1, " and ", labels.offsets.size(0) - 1);
-  const Lists lists = rows_of_columns(labels, examples.num_labels);
+  const auto [list_offsets, list_rows] = rows_of_columns(labels, examples.num_labels);
   return sparse_row_sums(rows.offsets, rows.columns, rows.values, examples.num_features,
-                         lists.offsets, lists.rows);
+                         list_offsets, list_rows);
 }
 
 Rows unit_rows(const Rows& rows, int64_t width) {
@@ -317,67 +229,60 @@ c10::intrusive_ptr<XRLinear> XRLinear::train(const Examples& examples,
   const auto rows = features_of(kName, examples);
   const auto labels = pairs_of(kName, examples.label_offsets, examples.labels, examples.num_labels);
   const Tensor relevance = checked_relevance(options, examples, labels);
-  const int64_t features = examples.num_features, count = rows.offsets.size(0) - 1;
-  SparseRowTensors user;
+  const int64_t features = examples.num_features;
+  std::vector<Tensor> user;
   if (options.user_negatives().has_value()) {
     const auto& [offsets, user_labels] = *options.user_negatives();
-    user = pairs_of(kName, offsets, user_labels, examples.num_labels);
-    check::size(kName, "user_negatives", user.offsets, 0, count + 1, "the examples and one");
+    const auto user_pairs = pairs_of(kName, offsets, user_labels, examples.num_labels);
+    user = {user_pairs.offsets, user_pairs.columns};
+    check::size(kName, "user_negatives", user[0], 0, rows.offsets.size(0), "the examples and one");
   }
   LabelTree tree = options.tree();
   if (tree.is_empty()) {
     const TreeFromVectors shape{.arity = options.arity(), .max_leaf_size = options.max_leaf_size()};
     tree = tree_from_vectors(label_vectors::pifa(examples), features, shape, generator);
   }
-  const TreeLayers layers(tree);
-  const auto schemes = schemes_of(options, layers.first_child.size());
+  const LabelLayers layers = layers_of(tree);
+  std::vector<std::string> rules = options.negatives();
+  if (rules.size() == 1) {
+    rules.resize(layers.depth(), rules[0]);
+  }
+  const std::vector<int64_t> negatives =
+      layer_negatives(rules, layers.depth(), options.user_negatives().has_value());
   const auto initial = initial_parts(options, layers, features);
   const std::string transform = options.loss() == "logistic" ? "sigmoid" : "l3-hinge";
   const std::string text = layer_options(options, draw_seed(generator).item<int64_t>());
 
   std::vector<std::vector<Tensor>> parts;
-  Lists layer_labels;
-  const auto parents_of = [&](size_t depth) -> Lists {
-    if (depth == 0) {
-      return {at::tensor({int64_t(0), count}, at::kLong), at::arange(count, at::kInt), {}};
+  // Trains all layers up to the next one with matcher-aware negatives in one call.
+  for (size_t first = 0, last = 0; first < negatives.size(); first = last) {
+    std::vector<Tensor> first_child, parents, label_lists, costs, initial_of_layers, reached;
+    if ((negatives[first] & kMatcherAware) != 0) {
+      reached = reached_nodes(parts, rows, features, transform, options);
     }
-    if (schemes[depth] == std::set<std::string>{"tfn"}) {
-      return layer_labels; // of the layer above
-    }
-    std::vector<NodePairs> found;
-    if (schemes[depth].contains("man")) {
-      found.push_back(mined(parts, rows, features, transform, options));
-    }
-    if (schemes[depth].contains("tfn")) {
-      found.push_back(layers.pairs(depth - 1, labels));
-    }
-    if (schemes[depth].contains("user")) {
-      found.push_back(layers.pairs(depth - 1, user));
-    }
-    return lists_of(found, layers.nodes(depth - 1));
-  };
-  // Layers up to the next one that needs beams are trained together.
-  for (size_t first = 0, last = 0; first < schemes.size(); first = last) {
-    std::vector<Tensor> first_child, parent_lists, label_lists, costs, begin;
     do {
-      const Lists parents = parents_of(last);
-      layer_labels = layers.lists(last, labels, relevance);
+      const auto [parent_offsets, parent_list] = parent_rows(
+          negatives[last], {labels.offsets, labels.columns}, user, reached,
+          layers.label_nodes[last == 0 ? 0 : last - 1], last == 0 ? 1 : layers.nodes(last - 1));
+      const auto [label_offsets, label_rows, label_costs] =
+          node_rows({labels.offsets}, {labels.columns}, {layers.label_nodes[last]},
+                    layers.nodes(last), optional(relevance));
       first_child.push_back(layers.first_child[last]);
-      parent_lists.insert(parent_lists.end(), {parents.offsets, parents.rows});
-      label_lists.insert(label_lists.end(), {layer_labels.offsets, layer_labels.rows});
+      parents.insert(parents.end(), {parent_offsets, parent_list});
+      label_lists.insert(label_lists.end(), {label_offsets, label_rows});
       if (relevance.defined()) {
-        costs.push_back(layer_labels.costs);
+        costs.push_back(label_costs);
       }
-      begin.insert(begin.end(), initial[last].begin(), initial[last].end());
+      initial_of_layers.insert(initial_of_layers.end(), initial[last].begin(), initial[last].end());
       ++last;
-    } while (last < schemes.size() && !schemes[last].contains("man"));
+    } while (last < negatives.size() && (negatives[last] & kMatcherAware) == 0);
     const std::vector<Tensor> trained = linear_layers_train(
-        {rows.offsets, rows.columns, rows.values}, features, first_child, parent_lists, label_lists,
-        costs, begin, std::vector<std::string>(last - first, text));
+        {rows.offsets, rows.columns, rows.values}, features, first_child, parents, label_lists,
+        costs, initial_of_layers, std::vector<std::string>(last - first, text));
     for (size_t depth = first; depth < last; ++depth) {
-      const Tensor* made = trained.data() + (depth - first) * kLinearLayerParts;
-      parts.push_back({layers.first_child[depth], made[0], made[1], made[2], made[3],
-                       narrow_values(made[4], options.dtype())});
+      const Tensor* layer = trained.data() + (depth - first) * kLinearLayerParts;
+      parts.push_back({layers.first_child[depth], layer[0], layer[1], layer[2], layer[3],
+                       narrow_values(layer[4], options.dtype())});
     }
   }
   return c10::make_intrusive<XRLinear>(features, options.bias(), transform, layers.labels,

@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-// 2-means with parts of fixed or of any sizes, the step of label_tree_clusters.
+// 2-means with fixed or free part sizes, one step of label_tree_clusters.
 
 namespace xsoftmax {
 
@@ -26,9 +26,9 @@ class Bisection {
   /// Bisects rows [size], sorted ascending: on return the first `left` are the first half. Both
   /// halves are sorted ascending.
   void cut(int32_t* rows, int64_t size, int64_t left, uint64_t key);
-  /// The same for at least two rows, each of which goes to the closer centre, except that neither
-  /// part gets less than a sixteenth of the rows: outliers alone would make a tree deep. Returns
-  /// the size of the first part.
+  /// Bisects at least two rows: each row joins the closer centre. Each part gets at least 1/16 of
+  /// the rows, because splitting off single outliers would make the tree deep. Returns the size of
+  /// the first part.
   int64_t cut_by_distance(int32_t* rows, int64_t size, uint64_t key);
 
  private:
@@ -37,7 +37,7 @@ class Bisection {
     int32_t sign; // +1: joins the first half, -1: leaves it
   };
 
-  // Returns the size of the first part; it is `left`, unless that is none.
+  // Returns the size of the first part; equals `left` if set.
   int64_t cut_rows(int32_t* rows, int64_t size, std::optional<int64_t> left, uint64_t key);
   // Returns how many rows are closer to the first centre, within the limits of cut_by_distance.
   int64_t closer_rows(int64_t size) const;

@@ -6,7 +6,7 @@
 
 namespace xsoftmax {
 
-/// Makes the cuts of a tree that is not balanced (label_tree_clusters.h): rearranges order [N], the
+/// Makes the cuts of an unbalanced tree (label_tree_clusters.h): rearranges order [N], the
 /// classes, and returns the inner nodes. All clusters are on one layer. Throws if interrupted.
 std::vector<ClusterNode> cut_by_distance(const char* op, const SparseRowsView& vectors,
                                          const ClusterOptions& cluster_options, int64_t arity,

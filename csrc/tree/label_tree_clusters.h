@@ -20,8 +20,8 @@ namespace xsoftmax {
 //
 // If the tree is not balanced, a node of more than max_leaf_size classes gets children by bisecting
 // its largest part until it has `arity` parts, or none is larger than max_leaf_size. Each row of a
-// bisection goes to the closer centre (bisection.h). A cluster above the last layer of clusters
-// gets a chain of nodes with a single child.
+// bisection goes to the closer centre (bisection.h). Clusters that are finished early are
+// extended by single-child nodes down to the last layer.
 //
 // The result does not depend on the number of threads: the first bisections run in parallel
 // internally; once there are enough parts, each part is a task.

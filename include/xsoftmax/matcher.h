@@ -31,16 +31,16 @@ struct XRLinearPredictOptions {
   TORCH_ARG(int64_t, beam) = 10;
   /// Transform of a score z: "l1-hinge" to "l6-hinge", e^(-max(0, 1 - z)^p) for "lp-hinge";
   /// "sigmoid"; or "identity". A prefix "log-" on the hinge and sigmoid transforms returns their
-  /// logs. Names of all layers, separated by commas, or one name for all. Empty: the model's
+  /// logs. One name for all layers, or one per layer, separated by commas. Empty: the model's
   /// transform.
   TORCH_ARG(std::string, transform) = "";
   /// How a transformed score is combined with the score of the parent: "multiply", "add", or "last"
-  /// for the transformed score only. Names of all layers, separated by commas, or one name for all.
-  /// Empty: "add" for "identity" and transforms to logs, otherwise "multiply".
+  /// for the transformed score only. One name for all layers, or one per layer, separated by
+  /// commas. Empty: "add" for "identity" and transforms to logs, otherwise "multiply".
   TORCH_ARG(std::string, combiner) = "";
-  /// int64: restricts the search to these labels. A sparse CSR tensor [n, L]: each query's own
-  /// labels, its entries, such as the shortlist of another model; all of them are scored, whatever
-  /// the beam is. nullopt: all labels.
+  /// int64: restricts the search to these labels. A sparse CSR tensor [n, L]: restricts each query
+  /// to the labels of its row, such as the shortlist of another model; all of them are scored,
+  /// regardless of the beam. nullopt: all labels.
   TORCH_ARG(std::optional<at::Tensor>, only) = std::nullopt;
   /// float32 [n, d]: dense features, in the columns from dense_begin on. They may be combined with
   /// sparse features.

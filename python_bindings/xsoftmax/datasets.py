@@ -163,7 +163,7 @@ def read_libsvm(
     try:
         X, found = load_svmlight_file(fspath(path), n_features=num_features, multilabel=True,
                                       zero_based="auto" if zero_based is None else zero_based)
-    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (ValueError, OverflowError, EOFError, OSError, zlib.error) as error:
         raise ValueError(f"read_libsvm: expected {fspath(path)} in the format of LIBSVM: "
                          f"{error}") from error
     labels = np.array([label for row in found for label in row], np.float64)

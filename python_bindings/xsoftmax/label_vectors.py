@@ -67,8 +67,8 @@ def pifa_lf(X: Matrix, Y: Matrix, Z: Matrix, weight: Union[float, np.ndarray] = 
         X: scipy sparse [n, D], the examples.
         Y: scipy sparse [n, L], their labels.
         Z: scipy sparse [L, F], label features such as tf-idf of the labels' titles.
-        weight: the weight of Z, in [0, 1]: one for all labels, or an array [L] with each label's
-            own, for instance larger for labels with few examples.
+        weight: the weight of Z, in [0, 1]: one for all labels, or one per label, an array [L],
+            for example larger for labels with few examples.
         concatenate: True: concatenate both parts to [L, D + F]. False: add them, which requires
             F = D.
 

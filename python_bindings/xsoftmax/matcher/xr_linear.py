@@ -21,7 +21,7 @@ from ..trees.label_tree import LabelTree
 from .xr_linear_resume import TrainingFile, TrainingState
 from .xr_linear_training import (Layers, LayerTraining, Matrix, Progress, Watch, check_examples,
                                  check_pairs, check_relevance, join_names, Names, Only,
-                                 select_labels, dense_block, split_schemes, warn_unless_unit_length)
+                                 select_labels, dense_block, warn_unless_unit_length)
 
 _LOSSES = ("hinge", "logistic", "squared_hinge")
 _FEW_QUERIES = 256  # predictions for fewer queries are too fast to need interrupt checks
@@ -132,11 +132,11 @@ class XRLinear:
                 every rank receives all of each layer. Only the first rank shows a progress bar and
                 warnings; a progress function is called with the progress of its own rank. ``stats``
                 are totals over all ranks, with the seconds of the slowest. None: one process.
-            resume: a file that keeps the tree and each finished layer. If it exists, training goes
-                on where the file ends, and trains the model of an uninterrupted run; all other
-                arguments must be those of the first call, but for ``generator``, which is not used
-                then. Layers are trained one after the other, which uses many threads less well.
-                Delete the file when the model is saved. Not with ``group``. None: no file.
+            resume: path of a checkpoint. Training saves the tree and each finished layer to it, and
+                continues from it if it exists; the result equals an uninterrupted run. All other
+                arguments must be unchanged, except ``generator``, which is then ignored. Layers are
+                trained one at a time, which uses many threads less efficiently. The file is not
+                deleted. Not supported with ``group``. None: no checkpoint.
 
         Returns:
             The trained model.
@@ -193,18 +193,18 @@ class XRLinear:
             return settings, option_text(**settings)
 
         def collect_facts() -> Dict[str, Any]:
-            tree_fact = (f"{arity} children and {max_leaf_size} labels of a leaf"
-                         if tree is None else f"digest {digest(*tree.tables())}")
+            def of(*tensors: Tensor) -> str:
+                return f"digest {digest(*tensors)}"
+
             return {
-                "X": f"{list(X.shape)} (digest {digest(*rows)})", "Y": f"{list(Y.shape)} "
-                "(digest "
-                f"{digest(*index_tensors(Y))})", "relevance": relevance is not None
-                and f"digest {digest(tensor_of(relevance))}",
-                "user_negatives": user_negatives is not None and "digest "
-                f"{digest(*index_tensors(user_negatives))}", "initial": initial is not None
-                and "digest "
-                f"{digest(*(part for layer in initial._parts() for part in layer))}",
-                "tree": tree_fact,
+                "X": f"{list(X.shape)} ({of(*rows)})",
+                "Y": f"{list(Y.shape)} ({of(*index_tensors(Y))})",
+                "relevance": relevance is not None and of(tensor_of(relevance)),
+                "user_negatives": user_negatives is not None and of(*index_tensors(user_negatives)),
+                "initial": initial is not None and of(*(part for layer in initial._parts()
+                                                        for part in layer)),
+                "tree": f"{arity} children and {max_leaf_size} labels of a leaf"
+                if tree is None else of(*tree.tables()),
                 "negatives": negatives if isinstance(negatives, str) else list(negatives),
                 "beam": beam, "dtype": dtype, **settings
             }
@@ -218,17 +218,20 @@ class XRLinear:
             tree = LabelTree(*state.tree)
         elif tree is None:
             vectors = ranks.run_together(lambda: sparse_tensors(label_vectors.pifa(X, Y)))
-            tree = LabelTree._from_clusters(
-                vectors, X.shape[1], {
-                    "arity": arity, "iterations": 10, "max_leaf_size": max_leaf_size,
-                    "spherical": True, "balanced": True
-                }, generator, ranks)
+            tree = LabelTree._from_clusters(vectors, X.shape[1],
+                                            {"arity": arity, "max_leaf_size": max_leaf_size},
+                                            generator, ranks)
         layers = Layers(tree)
-        schemes = split_schemes(negatives, len(layers.first_child), user_negatives)
+        depth = len(layers.first_child)
+        rules = torch.ops.xsoftmax.layer_negatives(
+            [negatives] * depth if isinstance(negatives, str) else list(negatives), depth,
+            user_negatives is not None)
         transform = "sigmoid" if loss == "logistic" else "l3-hinge"
-        seed = int(ranks.share_first(torch.randint(
-            0, 2**63 - 1, (), generator=generator))) if state is None else state.seed
-        options += f",seed={seed}"
+        if state is None:
+            seed = int(ranks.share_first(torch.randint(0, 2**63 - 1, (), generator=generator)))
+            state = TrainingState(tree.tables(), seed, [], [])
+            if file is not None:
+                file.save(state)  # before hours of training, in case it cannot be written
 
         def search(parts: List[List[Tensor]], nodes: int, queries: Any) -> Any:
             matcher = torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform,
@@ -237,20 +240,19 @@ class XRLinear:
                                  None)
 
         training = LayerTraining(
-            rows, X.shape[1], layers, schemes, index_tensors(Y),
-            None if relevance is None else tensor_of(relevance),
-            None if user_negatives is None else index_tensors(user_negatives),
-            [options] * len(schemes),
-            [[]] * len(schemes) if initial is None else initial._parts_for(layers, X.shape[1]),
-            search, dtype, ranks)
+            rows=rows, features=X.shape[1], layers=layers, negatives=rules, pairs=index_tensors(Y),
+            relevance=None if relevance is None else tensor_of(relevance),
+            user_negatives=None if user_negatives is None else index_tensors(user_negatives),
+            options=f"{options},seed={state.seed}", initial=[[]] *
+            len(rules) if initial is None else initial._parts_for(layers, X.shape[1]),
+            search=search, dtype=dtype, ranks=ranks)
+        training.parts, training.stats = state.parts, state.stats
         with Watch(progress if ranks.rank == 0 or callable(progress) else False,
-                   len(schemes)) as watch:
-            if state is not None:
-                training.parts, training.stats = state.parts, state.stats
+                   len(rules)) as watch:
             for first, last in training.runs(one_by_one=file is not None):
                 training.train(first, last, watch)
                 if file is not None:
-                    file.save(TrainingState(tree.tables(), seed, training.parts, training.stats))
+                    file.save(state)  # its parts and stats are those of `training`
         stats = training.stats
         for depth, layer_stats in enumerate(stats if ranks.rank == 0 else []):
             if layer_stats["weights"] < layer_stats["nodes"] <= layer_stats[
@@ -280,10 +282,10 @@ class XRLinear:
                 1.
             dense: tensor or array [n, d] with the last d features, in addition to a sparse X with
                 the first D - d features.
-            only: restricts the result to these labels: ids in [0, L), or a bool mask [L]; or to
-                each row's own, the entries of a scipy sparse matrix or sparse CSR tensor [n, L],
-                such as the predictions of another model, whose shortlists this one ranks. All
-                labels of such a matrix are scored, whatever the beam is. None: all labels.
+            only: restricts the result to these labels: ids in [0, L), or a bool mask [L]; or
+                restricts each row to its labels: a scipy sparse matrix or sparse CSR tensor [n, L],
+                such as predictions of another model. All of these labels are scored, regardless of
+                ``beam``. None: all labels.
             transform: the function applied to w.x: ``"l1-hinge"`` .. ``"l6-hinge"``,
                 ``e^-max(0, 1 - w.x)^p``; ``"sigmoid"``; ``"identity"``; or their logarithms
                 ``"log-l1-hinge"`` .. ``"log-l6-hinge"`` and ``"log-sigmoid"``. One name for all

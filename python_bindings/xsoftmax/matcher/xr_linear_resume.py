@@ -1,6 +1,7 @@
 """The checkpoint file of XRLinear.train."""
 
 import os
+import zipfile
 from typing import Any, Dict, List, NamedTuple, Union
 
 import torch
@@ -9,6 +10,12 @@ from torch import Tensor
 from .._core.files import open_regular, replace_file
 
 _KIND = "xsoftmax training of XRLinear, 1"
+
+
+def _text(value: Any) -> str:
+    """Returns the same text for 1 and 1.0."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return repr(float(value)).removesuffix(".0") if is_number else str(value)
 
 
 class TrainingState(NamedTuple):
@@ -25,7 +32,7 @@ class TrainingFile:
     """Keeps the state of a training with the given arguments."""
     def __init__(self, path: Union[str, "os.PathLike[str]"], arguments: Dict[str, Any]):
         self.path = os.fspath(path)
-        self.arguments = {name: str(value) for name, value in arguments.items()}
+        self.arguments = {name: _text(value) for name, value in arguments.items()}
 
     def load(self) -> Union[TrainingState, None]:
         """Returns the state in the file; None if there is no file yet.
@@ -41,6 +48,10 @@ class TrainingFile:
             return None
         with open_regular("XRLinear.train", self.path) as file:
             try:
+                damaged = zipfile.ZipFile(file).testzip()  # torch.load ignores the checksums
+                if damaged is not None:
+                    raise ValueError(f"{damaged} is damaged")
+                file.seek(0)
                 content = torch.load(file, weights_only=True)
                 if content["kind"] != _KIND:
                     raise ValueError(content["kind"])

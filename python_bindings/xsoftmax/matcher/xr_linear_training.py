@@ -3,7 +3,8 @@
 import time
 import warnings
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TYPE_CHECKING, Union
+from typing import (Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, TYPE_CHECKING,
+                    Union)
 
 import numpy as np
 import torch
@@ -23,52 +24,28 @@ Pairs = Tuple[Tensor, Tensor]  # the offsets and columns of a matrix
 Names = Union[str, Sequence[str], None]  # one for all layers, or one per layer
 Only = Union[Tensor, Sequence[int], Matrix, None]
 
-_NEGATIVES = ("tfn", "man", "user")
+_MATCHER_AWARE = 2  # csrc/matcher/label_layers.h
 
 
 class Layers:
-    """The layers of a tree. For each layer, ``first_child`` holds the offsets of the children of
-    each node of the layer above, and ``above`` the node that is an ancestor of each label (or the
-    label's own node). ``labels`` [L] lists the labels in the order of the last layer."""
+    """The layers of a tree (csrc/matcher/label_layers.h)."""
     def __init__(self, tree: LabelTree):
-        sizes = tree.layer_sizes or [1]  # a one-node tree: its label is placed below an added root
-        ends = np.cumsum([1, *sizes])
-        self.first_child: List[Tensor] = []
-        self.above: List[Tensor] = []
-        if not tree.layer_sizes:
-            self.first_child, self.above = [torch.tensor([0,
-                                                          1])], [torch.zeros(1, dtype=torch.int32)]
-            self.labels = torch.zeros(1, dtype=torch.int64)
-            return
-        for depth in range(len(sizes)):
-            begin, end = (ends[depth - 1], ends[depth]) if depth > 0 else (0, 1)
-            self.first_child.append(tree.first_child[begin:end + 1] - end)
-        inner_classes = tree.node_class[:ends[-2]]
-        if (inner_classes >= 0).any():
-            raise ValueError(
-                "XRLinear.train: expected a tree with all labels on its last layer, "
-                "as LabelTree.from_vectors makes with "
-                f"max_leaf_size, got label {int(inner_classes[inner_classes >= 0][0])} above it")
-        self.labels = tree.node_class[ends[-2]:].clone()
-        node = tree.class_node
-        for depth in reversed(range(len(sizes))):
-            self.above.insert(0, (node - ends[depth]).to(torch.int32))
-            node = tree.parent[node]
+        self.first_child, self.label_nodes, self.labels = torch.ops.xsoftmax.label_layers(
+            tree.tables(), tree.layer_sizes)
 
     def num_nodes(self, depth: int) -> int:
-        return len(self.labels) if depth + 1 == len(
-            self.first_child) else len(self.first_child[depth + 1]) - 1
+        return int(self.first_child[depth][-1])
 
     def lists(self, depth: int, pairs: Pairs,
               weights: Optional[Tensor] = None) -> Tuple[Tensor, Tensor, Tensor]:
         """Returns, for each node of a layer, the rows with a label at or below it, as offsets and
         rows, and the largest weight of each such row."""
-        return torch.ops.xsoftmax.node_rows([pairs[0]], [pairs[1]], [self.above[depth]],
+        return torch.ops.xsoftmax.node_rows([pairs[0]], [pairs[1]], [self.label_nodes[depth]],
                                             self.num_nodes(depth), weights)
 
 
 class Watch:
-    """Reports the progress of training: each layer's own, with the time that is left for it."""
+    """Reports the progress and the remaining time of the current layer."""
     def __init__(self, progress: Union[bool, Progress], layers: int):
         self.progress, self.layers, self.bar, self.layer = progress, layers, None, -1
 
@@ -122,14 +99,14 @@ class LayerTraining:
     """The examples."""
     features: int
     layers: Layers
-    schemes: List[List[str]]
-    """The names of the negatives of each layer."""
+    negatives: List[int]
+    """The rules of each layer (csrc/matcher/label_layers.h)."""
     pairs: Pairs
     """Examples and labels."""
     relevance: Optional[Tensor]
     user_negatives: Optional[Pairs]
-    options: List[str]
-    """Options of each layer."""
+    options: str
+    """Options of the operator."""
     initial: List[List[Tensor]]
     """Parts of each layer, or empty lists."""
     search: Callable[..., Tuple[Tensor, Tensor, Tensor]]
@@ -142,86 +119,74 @@ class LayerTraining:
         self.stats: List[Dict[str, float]] = []
 
     def runs(self, one_by_one: bool) -> List[Tuple[int, int]]:
-        """Returns ranges of layers that are still to be trained, each together: all up to the next
-        layer whose rows are those that beams reach ("man"), or each layer alone."""
-        begin, end = len(self.parts), len(self.schemes)
+        """Returns the remaining layers as ranges that are trained in one call. A range ends before
+        each layer with "man" negatives; ``one_by_one``: every layer is a range."""
+        begin, end = len(self.parts), len(self.negatives)
         starts = [
             depth for depth in range(begin, end)
-            if depth == begin or one_by_one or "man" in self.schemes[depth]
+            if depth == begin or one_by_one or self.negatives[depth] & _MATCHER_AWARE
         ]
         return list(zip(starts, [*starts[1:], end]))
 
     def train(self, first: int, last: int, watch: Watch) -> None:
         """Trains the layers from ``first`` to ``last - 1``."""
         start = time.perf_counter()
-        depths, ranks = range(first, last), self.ranks
-        mined = self._mine() if first > 0 and "man" in self.schemes[first] else None
+        ranks, depths = self.ranks, range(first, last)
+        reached = self._reached_nodes() if self.negatives[first] & _MATCHER_AWARE else []
 
         def train_share() -> Any:
-            parents: List[Pairs] = []
-            labels: List[Tuple[Tensor, Tensor, Tensor]] = []
-            for depth in depths:
-                parents.append(self._parents(depth, mined if depth == first else None, labels))
-                labels.append(self.layers.lists(depth, self.pairs, self.relevance))
+            parents = [self._parent_rows(depth, reached) for depth in depths]
+            labels = [self.layers.lists(depth, self.pairs, self.relevance) for depth in depths]
             match_end = time.perf_counter()
-            work: List[int] = []
-            shares: List[str] = []
-            for depth, (offsets, numbers) in zip(depths, parents):
-                first_child = self.layers.first_child[depth]
-                begin, end = ranks.split_work(
-                    len(offsets) - 1,
-                    lambda: estimate_work(self.rows, first_child, offsets, numbers))
-                shares.append(f"{self.options[depth]},first_parent={begin},last_parent={end}")
-                work.append(int((offsets.diff() * first_child.diff())[begin:end].sum()))
-            trained = watch.run(first, work, self.rows, self.features,
-                                [self.layers.first_child[depth]
-                                 for depth in depths], [part for each in parents for part in each],
-                                [part for each in labels for part in each[:2]],
+            shares, work = zip(*map(self._share, depths, parents))
+            trained = watch.run(first, list(work), self.rows, self.features,
+                                self.layers.first_child[first:last], flatten(parents),
+                                flatten([each[:2] for each in labels]),
                                 [] if self.relevance is None else [each[2] for each in labels],
-                                [part for depth in depths for part in self.initial[depth]], shares)
-            return trained, labels, [len(each[1]) for each in parents], match_end
+                                flatten(self.initial[first:last]), list(shares))
+            return trained, [len(each[1]) for each in parents], match_end
 
-        trained, labels, num_rows, match_end = ranks.run_together(train_share)
-        *layer_parts, tasks = trained
+        (*layer_parts, tasks), num_rows, match_end = ranks.run_together(train_share)
+        for depth, rows in zip(depths, num_rows):
+            *share, counters = layer_parts[6 * (depth - first):6 * (depth - first) + 6]
+            self._add_layer(depth, rows, share, counters)
+        # The seconds of a call are split between its layers by the time of their tasks.
         busy = [float(tasks[tasks[:, 0] == i, 3].sum()) for i in range(len(depths))]
-        for i, depth in enumerate(depths):
-            *share, counters = layer_parts[6 * i:6 * i + 6]
-            parts = join_chunks(share, self.dtype, ranks)
-            self.parts.append([self.layers.first_child[depth], *parts])
-            num_sweeps, num_unconverged, num_weights = ranks.sum(counters).tolist()
-            self.stats.append({
-                "nodes": len(labels[i][0]) - 1, "rows": num_rows[i], "weights": len(parts[-1]),
-                "weights before the threshold": int(num_weights), "sweeps": int(num_sweeps),
-                "unconverged": int(num_unconverged)
-            })
-        # Layers that are trained together share the seconds as they share the threads.
-        end = time.perf_counter()
-        seconds = [[(match_end - start) / len(depths), (end - match_end) * each / (sum(busy) or 1)]
-                   for each in busy]
-        slowest = ranks.gather(torch.tensor([seconds], dtype=torch.float64)).amax(0).tolist()
-        for stats, (matching, training) in zip(self.stats[first:], slowest):
-            stats.update({"seconds of matching": matching, "seconds": training})
+        matching = (match_end - start) / len(depths)
+        second = (time.perf_counter() - match_end) / (sum(busy) or 1)
+        slowest = ranks.gather(
+            torch.tensor([[[matching, second * each] for each in busy]],
+                         dtype=torch.float64)).amax(0).tolist()
+        for stats, seconds in zip(self.stats[first:], slowest):
+            stats.update(zip(("seconds of matching", "seconds"), seconds))
 
-    def _parents(self, depth: int, mined: Optional[Pairs], labels: List[Any]) -> Pairs:
+    def _share(self, depth: int, parents: Pairs) -> Tuple[str, int]:
+        """Returns the options of this rank's part of a layer, and its work."""
+        first_child = self.layers.first_child[depth]
+        begin, end = self.ranks.split_work(
+            len(parents[0]) - 1, lambda: estimate_work(self.rows, first_child, *parents))
+        work = int((parents[0].diff() * first_child.diff())[begin:end].sum())
+        return f"{self.options},first_parent={begin},last_parent={end}", work
+
+    def _add_layer(self, depth: int, rows: int, share: List[Tensor], counters: Tensor) -> None:
+        parts = join_chunks(share, self.dtype, self.ranks)
+        self.parts.append([self.layers.first_child[depth], *parts])
+        num_sweeps, num_unconverged, num_weights = self.ranks.sum(counters).tolist()
+        self.stats.append({
+            "nodes": self.layers.num_nodes(depth), "rows": rows, "weights": len(parts[-1]),
+            "weights before the threshold": int(num_weights), "sweeps": int(num_sweeps),
+            "unconverged": int(num_unconverged)
+        })
+
+    def _parent_rows(self, depth: int, reached: Sequence[Tensor]) -> Pairs:
         """Returns the training rows of each node above a layer."""
-        if depth == 0:
-            count = len(self.rows[0]) - 1
-            return torch.tensor([0, count]), torch.arange(count, dtype=torch.int32)
-        scheme, above = self.schemes[depth], self.layers.above[depth - 1]
-        if scheme == ["tfn"]:
-            return (labels[-1] if labels else self.layers.lists(depth - 1, self.pairs))[:2]
-        matrices = [] if mined is None else [
-            (*mined, torch.arange(self.layers.num_nodes(depth - 1), dtype=torch.int32))
-        ]
-        if "tfn" in scheme:
-            matrices.append((*self.pairs, above))
-        if "user" in scheme and self.user_negatives is not None:
-            matrices.append((*self.user_negatives, above))
-        return torch.ops.xsoftmax.node_rows(*map(list, zip(*matrices)),
-                                            self.layers.num_nodes(depth - 1))[:2]
+        above = max(depth - 1, 0)  # ignored for the first layer, whose parent is the root
+        return torch.ops.xsoftmax.parent_rows(self.negatives[depth], self.pairs, self.user_negatives
+                                              or [], reached, self.layers.label_nodes[above],
+                                              self.layers.num_nodes(above))
 
-    def _mine(self) -> Pairs:
-        """Returns the nodes of the last trained layer that the beam search of each row reaches."""
+    def _reached_nodes(self) -> Pairs:
+        """Returns the nodes of the last trained layer that the beam of each row reaches."""
         offsets, columns, values = self.rows
         nodes, ranks = int(self.parts[-1][0][-1]), self.ranks
         first, last = ranks.split_work(len(offsets) - 1, lambda: offsets.diff() + 1)
@@ -229,6 +194,10 @@ class LayerTraining:
         share = offsets[first:last + 1] - begin, columns[begin:end], values[begin:end]
         found, labels, _ = ranks.run_together(lambda: self.search(self.parts, nodes, share))
         return count_offsets(ranks.gather(found.diff())), ranks.gather(labels).to(torch.int32)
+
+
+def flatten(lists: Iterable[Sequence[Tensor]]) -> List[Tensor]:
+    return [tensor for each in lists for tensor in each]
 
 
 def check_examples(X: Matrix, Y: Matrix) -> Tuple[Matrix, Matrix]:
@@ -242,11 +211,9 @@ def check_examples(X: Matrix, Y: Matrix) -> Tuple[Matrix, Matrix]:
     if has_fractions and X.nnz > 1 and (X.data == 1).all() and (np.mod(original_Y.tocsr().data, 1)
                                                                 != 0).any():
         warnings.warn(
-            "XRLinear.train: X holds ones alone and Y fractions, as if they had been "
-            "swapped: "
-            "X is [n, D], examples by features; Y is [n, L], and each of its values that "
-            "is "
-            "not 0 is a label", stacklevel=3)
+            "XRLinear.train: all values of X are 1 and Y has fractions: they may be swapped. "
+            "X is [n, D], examples by features; Y is [n, L], and each non-zero is a label",
+            stacklevel=3)
     return X, Y
 
 
@@ -273,26 +240,6 @@ def check_relevance(relevance: Matrix, Y: Matrix) -> np.ndarray:
         raise ValueError(f"XRLinear.train: expected relevance for the {Y.nnz} pairs of Y and no "
                          f"others, got {relevance.nnz}")
     return relevance.data
-
-
-def split_schemes(negatives: Union[str, Sequence[str]], depth: int,
-                  user_negatives: Optional[Matrix]) -> List[List[str]]:
-    texts = [negatives] * depth if isinstance(negatives, str) else list(negatives)
-    if len(texts) != depth:
-        raise ValueError(f"XRLinear.train: expected negatives for {depth} layers, as the tree has, "
-                         f"got {len(texts)}")
-    schemes = [str(scheme).split("+") for scheme in texts]
-    for scheme, text in zip(schemes, texts):
-        if not set(scheme) <= set(_NEGATIVES):
-            raise ValueError("XRLinear.train: expected negatives as \"tfn\", \"man\", \"user\" or "
-                             f"several joined by +, got {text!r}")
-        if "user" in scheme and user_negatives is None:
-            raise ValueError(f"XRLinear.train: expected user_negatives beside negatives={text!r}, "
-                             "got none")
-    if user_negatives is not None and not any("user" in scheme for scheme in schemes):
-        raise ValueError("XRLinear.train: expected negatives with \"user\" beside user_negatives, "
-                         "got " + repr(negatives))
-    return schemes
 
 
 def count_offsets(counts: Tensor) -> Tensor:

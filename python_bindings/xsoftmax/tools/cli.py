@@ -86,8 +86,8 @@ def make_parser() -> argparse.ArgumentParser:
     data(train, "training examples")
     train.add_argument("model", help="the folder to write")
     train.add_argument(
-        "--resume", help="a file that keeps finished layers, from which the command "
-        "goes on after an interruption; it is removed when the model is written")
+        "--resume", help="checkpoint file: stores finished layers, from which the command "
+        "continues after an interruption, and is deleted once the model is written")
     train.add_argument("--force", action="store_true", help="replace an existing model")
     train.add_argument(
         "--normalize", action="store_true", help="scale rows to length 1, in training and in "
@@ -224,7 +224,7 @@ def train_together(args: argparse.Namespace, group: Optional["torch.distributed.
     model.notes["normalize"] = args.normalize
     model.save(args.model)
     if args.resume is not None:
-        Path(args.resume).unlink()
+        Path(args.resume).unlink(missing_ok=True)
     if args.json:
         print(
             json.dumps({

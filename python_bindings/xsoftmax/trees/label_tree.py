@@ -252,7 +252,7 @@ class LabelTree(Module):
             "spherical": spherical, "balanced": check_bool(owner, "balanced", balanced)
         }
         if group is not None and not balanced:
-            raise ValueError(f"{owner}: expected balanced=True beside group, got False")
+            raise ValueError(f"{owner}: expected balanced=True with a group, got False")
         if leaf_size > 0 and getattr(vectors, "format", None) is not None:
             ranks = ranks_of(owner, group)
             rows = ranks.run_together(
@@ -279,8 +279,8 @@ class LabelTree(Module):
                                    Tensor], features: int, options: Dict[str, Union[int, bool]],
                        generator: Optional[torch.Generator], ranks: SingleProcess) -> "LabelTree":
         """Builds the tree of clusters. rows, features and options are the same on all ranks."""
-        seed, ops, text = ranks.share_first(
-            _draw_seed(generator)), torch.ops.xsoftmax, option_text(**options)
+        ops, text = torch.ops.xsoftmax, option_text(**options)
+        seed = ranks.share_first(_draw_seed(generator))
         if ranks.size == 1:
             return LabelTree._from_nodes(
                 long_work.run("tree", ops.label_tree_clusters, seed, *rows, features, text))

@@ -33,10 +33,11 @@ each = pytest.mark.parametrize("made", COMBINATIONS.values(), ids=COMBINATIONS.k
 OF_THE_HOST = {
     "advise_huge_pages", "canonical_rows", "end_long_work", "forget_pending", "get_impl",
     "id_table_check", "id_table_find", "id_table_ids", "id_table_insert_", "id_table_remove_",
-    "label_tree_cuts", "label_tree_of_clusters", "linear_layers_train", "mapped_table_changes",
-    "mapped_table_fill_", "mapped_table_flush_", "mapped_table_path", "mapped_table_prefetch",
-    "node_rows", "read_examples", "register_pending", "set_impl", "sparse_row_sums",
-    "watch_long_work", "xr_linear_check_target", "xr_linear_load"
+    "label_layers", "label_tree_cuts", "label_tree_of_clusters", "layer_negatives",
+    "linear_layers_train", "mapped_table_changes", "mapped_table_fill_", "mapped_table_flush_",
+    "mapped_table_path", "mapped_table_prefetch", "node_rows", "parent_rows", "read_examples",
+    "register_pending", "set_impl", "sparse_row_sums", "watch_long_work", "xr_linear_check_target",
+    "xr_linear_load"
 }
 # Their arguments include internal results of a forward kernel.
 AFTER_FORWARD = {"hierarchical_softmax_backward", "linear_cross_entropy_backward"}

@@ -376,7 +376,7 @@ def test_weights_of_float16_are_those_of_float32_rounded():
 
 
 def test_rows_of_nodes_are_those_of_a_dense_matrix():
-    """Of two matrices, with enough pairs for several threads; costs of a single one."""
+    """Checks the union of two matrices with enough pairs for several threads, and costs of one."""
     random = np.random.default_rng(0)
     first, second = (sp.random(3000, 90, 0.4, format="csr", dtype=np.float32, random_state=seed)
                      for seed in (1, 2))

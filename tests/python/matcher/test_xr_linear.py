@@ -132,7 +132,7 @@ def test_relevance_of_an_inner_node_is_the_largest_below():
     for depth in range(3):
         want = {}
         for row, label, relevance in zip(*pairs.nonzero(), pairs.data.astype(np.float32)):
-            key = int(layers.above[depth][label]), int(row)
+            key = int(layers.label_nodes[depth][label]), int(row)
             want[key] = max(want.get(key, 0), relevance)
         offsets, rows, costs = layers.lists(depth, index_tensors(pairs),
                                             torch.from_numpy(pairs.data).float())

@@ -1,4 +1,4 @@
-"""XRLinear.predict with settings of its own for each layer, and for given labels of each query."""
+"""XRLinear.predict with per-layer settings and per-query labels."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def test_each_layer_has_its_transform_and_combiner(trained, transforms, combiner
                                atol=1e-6)
 
 
-def test_one_name_stands_for_all_layers(trained):
+def test_one_name_applies_to_all_layers(trained):
     model, X, _ = trained
     one = model.predict(X, 5, transform="sigmoid", combiner="add")
     each = model.predict(X, 5, transform=["sigmoid"] * 3, combiner=("add",) * 3)

@@ -51,8 +51,7 @@ def test_each_encoder_trains_models_and_writes_files(texts, encoder, tmp_path):
 
 
 def test_a_pretrained_encoder_is_loaded(texts, tmp_path):
-    """What one run saves, another one starts with: without training, its embeddings are those of
-    the first run."""
+    """Loads the encoder that another run saved, and keeps its weights without training."""
     pytest.importorskip("transformers")
     import torch
 

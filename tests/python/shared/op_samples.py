@@ -295,6 +295,8 @@ def samples():
         linear_cross_entropy_with_gradients=(ones, input, weight, bias, target, class_weight, exact,
                                              mask),
         linear_entropy=(input, weight, bias, logits),
+        label_layers=(tree.tables(), sizes),
+        layer_negatives=(["tfn", "tfn+man"], 2, False),
         linear_layers_train=layer_training(),
         linear_log_prob=(input, weight, bias, private, logits),
         linear_positives_loss=(input, weight, bias, integers(N, Q, 3), class_weight, reduction),
@@ -336,6 +338,8 @@ def samples():
         midx_training_slots=(seed, N, 7),
         midx_update_=(weight, bias, shared, step, midx, MIDX),
         node_rows=row_nodes(),
+        parent_rows=(1, list(sparse_rows(
+            8, 6)[:2]), [], [], torch.arange(6, dtype=torch.int32) // 2, 3),
         positives_cross_entropy=(input, weight, bias, integers(N, Q, 3), torch.rand(
             Q, 3), "z_loss=0.1,softcap=2.0"),
         positives_cross_entropy_backward=(ones, input, weight, bias, integers(
