@@ -93,11 +93,20 @@ def amdahl(one: float, measured: float, measured_threads: int, threads: int) -> 
     return serial + (one - serial) / threads
 
 
-def measure(args: argparse.Namespace, name: str, X, Y, queries) -> list[dict]:
-    X, Y, queries = extreme_data.float_rows(X), extreme_data.float_rows(Y), extreme_data.float_rows(
-        queries)
+def simulate_layers(seconds: float, calls: list[torch.Tensor], threads: int) -> float:
+    """Returns the seconds of training layers on `threads` threads, from a run on one: its seconds
+    and the tasks of each call of the operator."""
+    pools = [tasks[:, 3].tolist() for tasks in calls]
+    outside = seconds - sum(map(sum, pools))
+    return outside + sum(simulate(pool, threads) for pool in pools)
+
+
+def measure(args: argparse.Namespace, name: str, *matrices) -> tuple[dict, list]:
+    """Returns the median seconds of each step by number of threads, and the runs on one thread:
+    seconds of training layers, and tasks."""
+    X, Y, queries = map(extreme_data.float_rows, matrices)
     runs: dict[int, list[dict[str, float]]] = {threads: [] for threads in args.threads}
-    tasks: list[torch.Tensor] = []
+    single: list[tuple[float, list[torch.Tensor]]] = []
     for round_ in range(args.repeats + 1):
         for threads in args.threads:
             torch.set_num_threads(threads)
@@ -105,31 +114,34 @@ def measure(args: argparse.Namespace, name: str, X, Y, queries) -> list[dict]:
             begin = time.perf_counter()
             model.predict(queries)
             seconds["prediction"] = time.perf_counter() - begin
-            if round_ > 0:
+            if round_ > 0:  # the first round is a warm-up
                 runs[threads].append(seconds)
-            if threads == 1:
-                tasks = recorder.tasks
-    medians = {
+                if threads == 1:
+                    single.append((seconds["layers"], recorder.tasks))
+    return {
         threads: {step: statistics.median(run[step] for run in each)
                   for step in each[0]}
         for threads, each in runs.items()
-    }
-    one, pools = medians[1], [task[:, 3].tolist() for task in tasks]
-    rest = one["layers"] - sum(map(sum, pools))
-    most = max(args.threads)
+    }, single
+
+
+def tables_of(name: str, medians: dict, single: list) -> tuple[list[dict], ...]:
+    """Returns the rows of the three tables."""
+    one, most = medians[1], max(medians)
     simulated = {
-        threads: rest + sum(simulate(pool, threads) for pool in pools) + sum(
+        threads: statistics.median(simulate_layers(*run, threads) for run in single) + sum(
             amdahl(one[step], medians[most][step], most, threads)
             for step in ("label vectors", "tree"))
         for threads in SIMULATED
     }
-    levels = torch.cat(tasks)
-    rows = [{
+    middle = sorted(single, key=lambda run: run[0])[len(single) // 2]
+    tasks = torch.cat(middle[1])
+    times = [{
         "set": name, "step": step,
         **{f"{threads} threads, s": f"{medians[threads][step]:.3f}"
-           for threads in args.threads}, **{
+           for threads in medians}, **{
             f"1 / {threads} threads": f"{one[step] / medians[threads][step]:.2f}"
-            for threads in args.threads if threads > 1
+            for threads in medians if threads > 1
         }
     } for step in one]
     schedule = [{
@@ -137,15 +149,15 @@ def measure(args: argparse.Namespace, name: str, X, Y, queries) -> list[dict]:
         "1 thread / simulated": f"{simulated[1] / seconds:.2f}",
         "measured, s": f"{medians[threads]['training']:.3f}" if threads in medians else ""
     } for threads, seconds in simulated.items()]
-    by_level = [{
-        "set": name, "level": int(level) + 1, "tasks": int((levels[:, 0] == level).sum()),
-        "seconds of one thread": f"{float(levels[levels[:, 0] == level, 3].sum()):.3f}",
-        "longest task, s": f"{float(levels[levels[:, 0] == level, 3].max()):.3f}"
-    } for level in levels[:, 0].unique()]
-    return [
-        rows, schedule, by_level,
-        {"set": name, "medians": medians, "simulated": simulated, "outside tasks": rest}
-    ]
+    levels = []
+    for level in tasks[:, 0].unique():
+        seconds = tasks[tasks[:, 0] == level, 3]
+        levels.append({
+            "set": name, "level": int(level) + 1, "tasks": len(seconds),
+            "seconds of one thread": f"{float(seconds.sum()):.3f}",
+            "longest task, s": f"{float(seconds.max()):.3f}"
+        })
+    return times, schedule, levels
 
 
 def main() -> None:
@@ -160,13 +172,15 @@ def main() -> None:
         parser.error(f"--threads: expected 1 and others, got {args.threads}")
     sets = {"generated": generated
             } | ({"Gowalla": lambda: gowalla(args.gowalla)} if args.gowalla else {})
-    found = [measure(args, name, *make()) for name, make in sets.items()]
+    measured = {name: measure(args, name, *make()) for name, make in sets.items()}
+    found = [tables_of(name, *results) for name, results in measured.items()]
     titles = ("Training and prediction", "Training on more threads, simulated", "Time by level")
     report(
         args, __doc__, question="How does the training of XR-Linear scale with threads?",
         against="one thread", threads=max(args.threads),
-        tables=[table(sum((one[i] for one in found), []), title)
-                for i, title in enumerate(titles)], figures=[one[3] for one in found])
+        tables=[table(sum((one[i] for one in found), []), title) for i, title in enumerate(titles)],
+        medians={name: medians
+                 for name, (medians, _) in measured.items()})
 
 
 if __name__ == "__main__":
