@@ -211,7 +211,7 @@ def check_examples(X: Matrix, Y: Matrix) -> Tuple[Matrix, Matrix]:
     if has_fractions and X.nnz > 1 and (X.data == 1).all() and (np.mod(original_Y.tocsr().data, 1)
                                                                 != 0).any():
         warnings.warn(
-            "XRLinear.train: all values of X are 1 and Y has fractions: they may be swapped. "
+            "XRLinear.train: X has only ones and Y has fractions, as if they had been swapped: "
             "X is [n, D], examples by features; Y is [n, L], and each non-zero is a label",
             stacklevel=3)
     return X, Y
