@@ -3,6 +3,8 @@
 #include "matcher/linear_chunk.h"
 #include "matcher/score_rows.h"
 
+#include <c10/util/SmallVector.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <span>
@@ -109,7 +111,7 @@ struct LayerScoring {
 
 struct LinearBeamOptions {
   int64_t beam, topk;
-  std::vector<LayerScoring> scoring; ///< of each layer
+  c10::SmallVector<LayerScoring, 8> scoring; ///< of each layer; few layers need no allocation
   bool logs; ///< scores are logs, and e^score is reported
 };
 

@@ -25,7 +25,7 @@
 #include <limits>
 #include <optional>
 #include <span>
-#include <sstream>
+#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -38,7 +38,7 @@ constexpr const char* kName = "XRLinear";
 constexpr int64_t kMaxNodes = int64_t(1) << 48;
 constexpr int64_t kBlock = 128; // queries that are searched together
 
-ScoreCombiner combiner_named(const std::string& name, const std::string& transform) {
+ScoreCombiner combiner_named(std::string_view name, std::string_view transform) {
   // Scores that may be negative cannot be multiplied.
   if (name.empty()) {
     return transform.starts_with("log-") || transform == "identity" ? ScoreCombiner::Add
@@ -55,19 +55,29 @@ ScoreCombiner combiner_named(const std::string& name, const std::string& transfo
   return ScoreCombiner::Last;
 }
 
-/// Returns the name of each layer: of a list, or of a single name for all layers.
-std::vector<std::string> names_of_layers(const char* option, const std::string& text,
-                                         size_t layers) {
-  std::vector<std::string> names;
-  std::istringstream parts(text + ",");
-  for (std::string part; std::getline(parts, part, ',');) {
-    names.push_back(part);
+/// Iterates over the names of layers: a list separated by commas, or one name for all. Does not
+/// allocate, since it runs for each query.
+class LayerNames {
+ public:
+  LayerNames(const char* option, std::string_view text, size_t layers)
+      : rest_(text), is_single_(text.find(',') == std::string_view::npos) {
+    const auto names = 1 + size_t(std::count(text.begin(), text.end(), ','));
+    TORCH_CHECK_VALUE(is_single_ || names == layers, kName, ": expected ", option,
+                      " as one name, or one for each of ", layers, " layers, got ", names);
   }
-  TORCH_CHECK_VALUE(names.size() == 1 || names.size() == layers, kName, ": expected ", option,
-                    " as one name, or one for each of ", layers, " layers, got ", names.size());
-  names.resize(layers, names[0]);
-  return names;
-}
+
+  std::string_view next() {
+    const std::string_view name = rest_.substr(0, rest_.find(','));
+    if (!is_single_) {
+      rest_.remove_prefix(std::min(rest_.size(), name.size() + 1));
+    }
+    return name;
+  }
+
+ private:
+  std::string_view rest_;
+  bool is_single_;
+};
 
 /// Returns scores that have the same order but do not underflow: logs, if values are above 0.
 std::optional<LayerScoring> with_log_scores(LayerScoring scoring) {
@@ -88,21 +98,20 @@ std::optional<LayerScoring> with_log_scores(LayerScoring scoring) {
 LinearBeamOptions beam_options(const XRLinearPredictOptions& options,
                                const std::string& model_transform, size_t layers, int64_t topk,
                                int64_t beam) {
-  const auto transforms = names_of_layers(
-      "transform", options.transform().empty() ? model_transform : options.transform(), layers);
-  const auto combiners = names_of_layers("combiner", options.combiner(), layers);
+  LayerNames transforms(
+      "transform", options.transform().empty() ? model_transform : options.transform(), layers),
+      combiners("combiner", options.combiner(), layers);
   LinearBeamOptions result{beam, topk, {}, /*logs=*/true};
-  std::vector<LayerScoring> logs;
   for (size_t depth = 0; depth < layers; ++depth) {
-    const auto [kind, power] = transform_named(kName, transforms[depth]);
-    result.scoring.push_back({kind, power, combiner_named(combiners[depth], transforms[depth])});
-    if (const auto scoring = with_log_scores(result.scoring.back())) {
-      logs.push_back(*scoring);
-    }
+    const std::string_view transform = transforms.next();
+    const auto [kind, power] = transform_named(kName, transform);
+    result.scoring.push_back({kind, power, combiner_named(combiners.next(), transform)});
+    result.logs = result.logs && with_log_scores(result.scoring.back()).has_value();
   }
-  result.logs = logs.size() == layers;
   if (result.logs) {
-    result.scoring = std::move(logs);
+    for (LayerScoring& scoring : result.scoring) {
+      scoring = *with_log_scores(scoring);
+    }
   }
   return result;
 }
