@@ -3,6 +3,8 @@
 #include "op/checks.h"
 #include "op/operators.h"
 #include "matcher/node_rows.h"
+#include "tree/label_tree.h"
+#include "tree/tree_scores.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
@@ -25,13 +27,23 @@ constexpr const char* kTrain = "XRLinear.train"; // the caller, in errors of its
 int64_t LabelLayers::nodes(size_t layer) const { return first_child[layer][-1].item<int64_t>(); }
 
 LabelLayers label_layers(at::TensorList tree, at::IntArrayRef layer_sizes) {
-  TORCH_CHECK_VALUE(tree.size() == 4,
-                    "label_layers: expected tree as 4 tensors, the tables of a LabelTree, got ",
-                    tree.size());
+  constexpr const char* op = "label_layers";
+  const TreeTables tables(op, tree);
+  const auto& [first_child, parent, node_class, class_node] = tables;
+  for (const auto& [name, table] :
+       {std::pair<const char*, const Tensor&>{"first_child", first_child},
+        {"parent", parent},
+        {"node_class", node_class},
+        {"class_node", class_node}}) {
+    check::dim(op, name, table, 1);
+    check::int64(op, name, table);
+  }
+  check_layer_sizes(op, layer_sizes, node_class.size(0) - 1);
+  check::size(op, "first_child", first_child, 0, node_class.size(0) + 1, "one more than the nodes");
+  check::size(op, "parent", parent, 0, node_class.size(0), "the nodes");
   if (layer_sizes.empty()) {
     return {{at::tensor({0, 1}, at::kLong)}, {at::zeros({1}, at::kInt)}, at::zeros({1}, at::kLong)};
   }
-  const Tensor &first_child = tree[0], &parent = tree[1], &node_class = tree[2];
   std::vector<int64_t> ends{0, 1}; // of the root's layer and of those below
   for (const int64_t size : layer_sizes) {
     ends.push_back(ends.back() + size);
@@ -43,13 +55,14 @@ LabelLayers label_layers(at::TensorList tree, at::IntArrayRef layer_sizes) {
                     ": expected a tree with all labels on its last layer, as "
                     "LabelTree.from_vectors makes with max_leaf_size, got label ",
                     inner_labels.numel() > 0 ? inner_labels[0].item<int64_t>() : -1, " above it");
+  check::size(op, "class_node", class_node, 0, layer_sizes.back(), "the nodes of the last layer");
   LabelLayers result;
   for (size_t depth = 0; depth < layers; ++depth) {
     const int64_t begin = ends[depth], end = ends[depth + 1];
     result.first_child.push_back(first_child.narrow(0, begin, end - begin + 1) - end);
   }
   result.labels = node_class.narrow(0, ends[layers], layer_sizes.back()).clone();
-  Tensor node = tree[3]; // class_node
+  Tensor node = class_node;
   for (size_t depth = layers; depth-- > 0; node = parent.index_select(0, node)) {
     result.label_nodes.push_back((node - ends[depth + 1]).to(at::kInt));
   }
@@ -98,6 +111,7 @@ std::tuple<Tensor, Tensor> parent_rows(int64_t negatives, at::TensorList pairs,
     const int64_t count = pairs[0].size(0) - 1;
     return {at::tensor({int64_t(0), count}, at::kLong), at::arange(count, at::kInt)};
   }
+  TORCH_CHECK_VALUE(num_nodes >= 0, op, ": expected num_nodes of at least 0, got ", num_nodes);
   std::vector<Tensor> offsets, columns, nodes;
   const auto add = [&](int64_t rule, const char* name, at::TensorList matrix,
                        const Tensor& column_nodes) {

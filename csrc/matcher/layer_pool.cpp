@@ -186,7 +186,13 @@ void LayerPool::run(const GroupTask& task, Worker& worker) {
     chunk = merge(op_, worker.groups, worker.rows, layer.training.half);
     return;
   }
-  std::call_once(shared->gathered, [&] { gather(shared->rows); });
+  {
+    const std::lock_guard lock(shared->gathering);
+    if (!shared->gathered) {
+      gather(shared->rows);
+      shared->gathered = true;
+    }
+  }
   train_groups(task, shared->rows, shared->groups, worker);
   if (shared->tasks_left.fetch_sub(1) == 1 && !work_.stopped()) {
     chunk = merge(op_, shared->groups, shared->rows, layer.training.half);

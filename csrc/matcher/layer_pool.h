@@ -56,7 +56,8 @@ class LayerPool {
 
   /// Rows and weights of a parent whose groups are split over several tasks.
   struct SharedRows {
-    std::once_flag gathered;
+    std::mutex gathering; // std::call_once would need a newer glibc than manylinux_2_28 has
+    bool gathered = false;
     ParentRows rows;
     Groups groups;
     std::atomic<int64_t> tasks_left = 0;

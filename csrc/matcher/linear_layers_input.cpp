@@ -128,8 +128,7 @@ LinearLayersInput::LinearLayersInput(at::TensorList rows, int64_t features,
     const Tensor first = keep(first_child[d]), parent_offsets = keep(parents[2 * d]),
                  label_offsets = keep(labels[2 * d]), label_rows = keep(labels[2 * d + 1]);
     LayerTask layer{};
-    check::dim(kOp, "first_child", first, 1);
-    check::int64(kOp, "first_child", first);
+    check::numbers(kOp, "first_child", first, at::kLong);
     layer.parents =
         check_lists("parent_offsets", parent_offsets, "parent_rows", keep(parents[2 * d + 1]));
     check::size(kOp, "parent_offsets", parent_offsets, 0, first.size(0),

@@ -67,6 +67,9 @@ Tensor loss_by_scores(const Tensor& input, const Tensor& weight, const OptionalT
                       const Tensor& target, const Candidates& candidates,
                       const OptionalTensor& log_z, const SampledSoftmaxOptions& options,
                       const Estimator& estimator) {
+  if (is_defined(candidates.private_ids)) {
+    check::same_device(kOp, "ids of a set", *candidates.private_ids, "target", target);
+  }
   const Tensor known = targets_or_zero(target, options.ignore_index),
                counts = target.ne(options.ignore_index);
   // Ignored queries may hold anything, including NaN.

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -31,6 +32,28 @@ std::string position(const at::Tensor& tensor, int64_t flat) {
   }
   out << ']';
   return out.str();
+}
+
+// Whether no two elements share memory, judged by the strides. May return false for unusual views
+// that have no overlap.
+bool apart(const at::Tensor& tensor) {
+  if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || tensor.numel() < 2) {
+    return true;
+  }
+  std::vector<int64_t> axes(tensor.dim());
+  std::iota(axes.begin(), axes.end(), 0);
+  std::sort(axes.begin(), axes.end(),
+            [&](int64_t a, int64_t b) { return tensor.stride(a) < tensor.stride(b); });
+  int64_t reach = 0; // offset of the last element that the axes so far can address
+  for (const int64_t axis : axes) {
+    if (tensor.size(axis) > 1) {
+      if (tensor.stride(axis) <= reach) {
+        return false;
+      }
+      reach += tensor.stride(axis) * (tensor.size(axis) - 1);
+    }
+  }
+  return true;
 }
 
 } // namespace
@@ -224,6 +247,18 @@ void linear(const char* op, const at::Tensor& input, const at::Tensor& weight,
     same_device(op, "bias", *bias, "input", input);
     size(op, "bias", *bias, 0, weight.sym_size(0), "the rows of weight");
   }
+}
+
+void writable(const char* op, const char* arg, const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(!tensor.is_neg() && !tensor.is_conj(), op, ": expected ", arg,
+                   ", which is written to, as a plain tensor, got a negative or conjugate view");
+  TORCH_CHECK_TYPE(!tensor._is_zerotensor(), op, ": expected ", arg,
+                   ", which is written to, with memory for its elements, got a zero tensor without "
+                   "memory");
+  TORCH_CHECK_VALUE(apart(tensor), op, ": expected ", arg,
+                    ", which is written to, with separate memory for each element, got one whose "
+                    "elements share memory (shape ",
+                    tensor.sym_sizes(), ", strides ", tensor.sym_strides(), ")");
 }
 
 void class_ids(const char* op, const char* arg, const at::Tensor& ids, int64_t num_classes,

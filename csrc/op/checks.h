@@ -43,6 +43,9 @@ void same_device(const char* op, const char* arg, const at::Tensor& tensor, cons
 /// and one device.
 void linear(const char* op, const at::Tensor& input, const at::Tensor& weight,
             const std::optional<at::Tensor>& bias);
+/// Checks that an operator can write to the elements of `arg`, each once: that it is no negative or
+/// conjugate view, that its elements have memory, and that no two share any.
+void writable(const char* op, const char* arg, const at::Tensor& tensor);
 /// Checks that every id is in [0, num_classes) or, if given, equals `ignore_index`. CPU tensors
 /// only.
 void class_ids(const char* op, const char* arg, const at::Tensor& ids, int64_t num_classes,

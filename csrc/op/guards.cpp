@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <numeric>
 #include <string>
 #include <vector>
 
@@ -64,18 +63,26 @@ bool written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
-std::string name_of(const c10::OperatorHandle& op) {
+/// Returns the name without its namespace; valid as long as the operator.
+const char* name_of(const c10::OperatorHandle& op) {
   const std::string& name = op.schema().name();
-  return name.substr(name.find("::") + 2);
+  return name.c_str() + name.find("::") + 2;
 }
 
 bool dense(const Tensor& tensor) {
   return tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_nested();
 }
 
+void check_written(const c10::OperatorHandle& op, const c10::Argument& argument,
+                   const Tensor& tensor) {
+  if (written(argument) && dense(tensor)) {
+    check::writable(name_of(op), argument.name().c_str(), tensor);
+  }
+}
+
 void refuse_layout(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for_tensors(op, *stack, [&](const c10::Argument& argument, const Tensor& tensor) {
-    check::strided(name_of(op).c_str(), argument.name().c_str(), tensor);
+    check::strided(name_of(op), argument.name().c_str(), tensor);
   });
   TORCH_CHECK_TYPE(false, name_of(op), ": expected dense tensors, got one of another kind");
 }
@@ -83,9 +90,7 @@ void refuse_layout(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 /// Resolves negative and conjugate views, and raises TypeError if the operator would write to one.
 void refuse_views(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for_tensors(op, *stack, [&](const c10::Argument& argument, const Tensor& tensor) {
-    TORCH_CHECK_TYPE(!written(argument) || !(tensor.is_neg() || tensor.is_conj()), name_of(op),
-                     ": expected ", argument.name(),
-                     ", which is written to, as a plain tensor, got a negative or conjugate view");
+    check_written(op, argument, tensor);
   });
   replace_tensors(op, *stack,
                   [](const Tensor& tensor) { return tensor.resolve_conj().resolve_neg(); });
@@ -96,37 +101,12 @@ void refuse_views(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 /// TypeError if the operator would write to one.
 void refuse_zeros(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for_tensors(op, *stack, [&](const c10::Argument& argument, const Tensor& tensor) {
-    TORCH_CHECK_TYPE(!written(argument) || !tensor._is_zerotensor(), name_of(op), ": expected ",
-                     argument.name(),
-                     ", which is written to, with memory for its elements, got a zero tensor "
-                     "without memory");
+    check_written(op, argument, tensor);
   });
   replace_tensors(op, *stack, [](const Tensor& tensor) {
     return tensor._is_zerotensor() ? tensor.clone() : tensor;
   });
   op.callBoxed(stack);
-}
-
-/// Whether no two elements share memory, judged by the strides. May return false for unusual views
-/// that have no overlap.
-bool apart(const Tensor& tensor) {
-  if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || tensor.numel() < 2) {
-    return true;
-  }
-  std::vector<int64_t> axes(tensor.dim());
-  std::iota(axes.begin(), axes.end(), 0);
-  std::sort(axes.begin(), axes.end(),
-            [&](int64_t a, int64_t b) { return tensor.stride(a) < tensor.stride(b); });
-  int64_t reach = 0; // offset of the last element that the axes so far can address
-  for (const int64_t axis : axes) {
-    if (tensor.size(axis) > 1) {
-      if (tensor.stride(axis) <= reach) {
-        return false;
-      }
-      reach += tensor.stride(axis) * (tensor.size(axis) - 1);
-    }
-  }
-  return true;
 }
 
 /// The memory range of a tensor's elements.
@@ -185,11 +165,7 @@ void check_shared_memory(const c10::OperatorHandle& op, torch::jit::Stack& stack
 void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    torch::jit::Stack* stack) {
   for_tensors(op, *stack, [&](const c10::Argument& argument, const Tensor& tensor) {
-    TORCH_CHECK_VALUE(!written(argument) || !dense(tensor) || apart(tensor), name_of(op),
-                      ": expected ", argument.name(),
-                      ", which is written to, with separate memory for each element, got one whose "
-                      "elements share memory (shape ",
-                      tensor.sym_sizes(), ", strides ", tensor.sym_strides(), ")");
+    check_written(op, argument, tensor);
   });
   for_tensors(op, *stack, [&](const c10::Argument& argument, const Tensor& tensor) {
     TORCH_CHECK_TYPE(
@@ -230,8 +206,7 @@ constexpr DispatchKey kOtherLayouts[] = {
 
 template <auto kernel>
 void guard(torch::Library& m, const c10::OperatorHandle& op, DispatchKey key) {
-  m.impl(name_of(op).c_str(),
-         torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<kernel>()));
+  m.impl(name_of(op), torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<kernel>()));
 }
 
 void guard_operator(torch::Library& m, const c10::OperatorHandle& op,

@@ -84,6 +84,9 @@ typename Rule::Options check_terms(const at::Tensor& param, at::TensorList state
   check::size(op, "sources", terms.sources, 0, terms.rows.sym_size(0), "the length of rows");
   check::dtype(op, "sources", terms.sources, at::kInt);
   check::same_device(op, "sources", terms.sources, "param", param);
+  TORCH_CHECK_VALUE(terms.rows.sym_size(0) == 0 || terms.input.sym_size(0) != 0, op,
+                    ": expected input of at least one row, got none for ", terms.rows.sym_size(0),
+                    " terms");
   plan_rows<Rule>(param, state, terms.rows, shape_of_values(terms), options);
   return options;
 }

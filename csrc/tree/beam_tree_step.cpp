@@ -53,13 +53,15 @@ void count_step(const Tensor& weight, const OptionalTensor& bias, const TreeTabl
 
 void balance_edges(const Tensor& weight, const OptionalTensor& bias, const TreeTables& tree,
                    at::IntArrayRef layer_sizes) {
-  const std::vector<Tensor> tables =
-      is_defined(bias) ? std::vector<Tensor>{weight, *bias} : std::vector<Tensor>{weight};
-  for (const Tensor& table : tables) { // check all tables before changing one
-    TORCH_CHECK_TYPE(!table.is_neg() && !table.is_conj(), kOp,
-                     ": expected a table, which is written to, as it stands in memory, got a "
-                     "negative or conjugate view");
+  std::vector<Tensor> tables;
+  const auto add = [&](const char* name, const Tensor& table) {
     check_tree_balance(table, tree.first_child, layer_sizes);
+    check::writable(kOp, name, table);
+    tables.push_back(table);
+  };
+  add("weight", weight);
+  if (is_defined(bias)) {
+    add("bias", *bias); // checked before weight changes
   }
   for (const Tensor& table : tables) {
     catch_up(table); // applies pending updates: rows whose updates differ have no common mean

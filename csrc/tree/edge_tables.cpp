@@ -57,7 +57,7 @@ void check_edge_values(const char* op, const Tensor& edges, const Tensor& parent
   }
   check::size(op, "parent", parent, 0, edges.sym_size(dim) + 1, "one more than the edges");
   check_layer_sizes(op, layer_sizes, edges.sym_size(dim));
-  if (check::can_read(parent)) {
+  if (check::can_read(check::readable(parent))) {
     check_parents(op, parent, layer_sizes);
     check::class_ids(op, "class_node", class_node, parent.size(0));
   }

@@ -278,6 +278,7 @@ void check_hierarchical_backward(const Tensor& scale, const Tensor& grad_edges, 
   check_hierarchical(input, weight, std::nullopt, first_child, parent, nodes, layer_sizes,
                      group_sizes);
   constexpr const char* op = "hierarchical_softmax_backward";
+  check::floating(op, "scale", scale);
   check::dim(op, "scale", scale, 1);
   check::size(op, "scale", scale, 0, nodes.sym_size(0), "the number of nodes");
   check::dim(op, "grad_edges", grad_edges, 2);

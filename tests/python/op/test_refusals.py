@@ -111,3 +111,44 @@ def test_inference_tensors_are_not_written_to_outside_inference_mode():
         arguments[0] = arguments[0].clone()
     with pytest.raises(TypeError, match="reset_rows_: expected .* made under inference_mode"):
         ops.reset_rows_(*arguments)
+
+
+@pytest.mark.parametrize("bias, error, message", [
+    (torch.zeros(1).expand(op_samples.samples()["beam_tree_balance_"][1].shape), ValueError,
+     "bias, which is written to, with separate memory for each element"),
+    (torch._efficientzerotensor(op_samples.samples()["beam_tree_balance_"][1].shape), TypeError,
+     "bias, which is written to, with memory for its elements"),
+])
+def test_a_bias_that_cannot_be_written_to_leaves_the_weight_unchanged(bias, error, message):
+    weight, _, *tree = arguments_of("beam_tree_balance_")
+    before = weight.clone()
+    with pytest.raises(error, match=f"beam_tree_step: expected {message}"):
+        ops.beam_tree_balance_(weight, bias, *tree)
+    assert torch.equal(weight, before)
+
+
+@both
+@pytest.mark.parametrize("name", ["tree_class_scores", "hierarchical_log_prob"])
+@pytest.mark.parametrize(
+    "change", [lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype), torch._neg_view],
+    ids=["zeros without memory", "negative view"])
+def test_the_values_of_parents_in_special_views_are_checked(impl, name, change):
+    arguments = arguments_of(name)
+    arguments[1] = change(arguments[1])
+    with xs.use_impl(impl), pytest.raises(ValueError, match=f"{name}: expected the parent of node"):
+        getattr(ops, name)(*arguments)
+
+
+@pytest.mark.parametrize("layer_sizes", [[-100], [2**62, 2**62], [2**32 + 1], []])
+def test_layers_must_add_up_to_the_tree(layer_sizes):
+    tree, _ = arguments_of("label_layers")
+    with pytest.raises(ValueError, match="label_layers: expected layer_sizes"):
+        ops.label_layers(tree, layer_sizes)
+
+
+@pytest.mark.parametrize("rule", ["row_sgd", "row_adam", "row_adagrad"])
+def test_terms_need_a_row_of_input(rule):
+    arguments = arguments_of(f"{rule}_terms_")
+    arguments[5] = arguments[5][:0]
+    with pytest.raises(ValueError, match=f"{rule}_terms_: expected input of at least one row"):
+        getattr(ops, f"{rule}_terms_")(*arguments)
