@@ -3,14 +3,15 @@ same data sets.
 
     python benchmarks/extreme_labels.py --out out/extreme --pecos-python PYTHON \\
         [--omikuji-python PYTHON] [--threads 2] [--repeats 3] [--delicious delicious.arff] \\
-        [--gowalla FOLDER] [--novels novels.tar.xz] [--generated] [--json [FILE]]
+        [--gowalla FOLDER] [--novels novels.tar.xz] [--generated] [--trees 3] [--json [FILE]]
 
 Each run is a separate process (extreme_side.py), with the libraries in turn. Results are medians
 over --repeats; within a run, the median of single queries and the best of five batches. Training
 consists of label vectors (PIFA), tree and layers, with the default options of libpecos for both (16
 children, 100 labels per leaf, 20 iterations for a tree, squared hinge, threshold 0.1, beam of 10).
-omikuji trains one tree, and its time includes reading its text file; its Python interface has no
-batch prediction.
+omikuji's time includes reading its text file; its Python interface has no batch prediction. An
+ensemble of --trees models, with trees from different seeds, averages their scores; it is trained
+once.
 """
 
 import argparse
@@ -62,10 +63,15 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, dict]:
                                 []).append(run(python, side, args, name, "--negatives", "tfn+man"))
         runs.setdefault("tree 1 thread", []).append(
             run(sys.executable, "xsoftmax", args, name, "--tree-only", threads=1))
+    for side, python in pythons.items():
+        if python:
+            runs[f"{side} {args.trees} trees"] = [
+                run(python, side, args, name, "--trees", str(args.trees))
+            ]
     return {key: median(found) for key, found in runs.items()}
 
 
-def figures(name: str, found: dict[str, dict]) -> list[dict]:
+def figures(name: str, found: dict[str, dict], trees: int) -> list[dict]:
     ours, theirs = found["xsoftmax"], found["libpecos"]
     man, their_man = found["xsoftmax tfn+man"], found["libpecos tfn+man"]
     ratios = {
@@ -87,6 +93,15 @@ def figures(name: str, found: dict[str, dict]) -> list[dict]:
         f"libpecos's P@{k} - ours, points, TFN+MAN": their_man[f"P@{k}"] - man[f"P@{k}"]
         for k in (1, 3, 5)
     }
+    for other in ("libpecos", "omikuji"):
+        for kind in ("", f" {trees} trees"):
+            if other + kind in found and other + kind != "libpecos":
+                rows |= {
+                    f"{other}'s P@{k} - ours, points{',' * bool(kind)}{kind}": found[other +
+                                                                                     kind][f"P@{k}"]
+                    - found[f"xsoftmax{kind}"][f"P@{k}"]
+                    for k in (1, 3, 5)
+                }
     return [{"figure": f"{name}: {figure}", "value": value} for figure, value in rows.items()]
 
 
@@ -94,9 +109,10 @@ def row(name: str, side: str, one: dict) -> dict:
     return {
         "set": name, "library": side, "train": f"{one['seconds']['train']:.2f} s",
         "tree": f"{one['seconds']['tree']:.2f} s" if "tree" in one["seconds"] else "",
-        "batch": f"{1e6 * one['batch']:.1f} us", "single": f"{1e6 * one['single']:.0f} us",
-        "size": f"{one['bytes'] / 1e6:.1f} MB", "P@1/3/5": "/".join(f"{one[f'P@{k}']:.2f}"
-                                                                    for k in (1, 3, 5))
+        "batch": f"{1e6 * one['batch']:.1f} us" if "batch" in one else "",
+        "single": f"{1e6 * one['single']:.0f} us" if "single" in one else "",
+        "size": f"{one['bytes'] / 1e6:.1f} MB" if "bytes" in one else "",
+        "P@1/3/5": "/".join(f"{one[f'P@{k}']:.2f}" for k in (1, 3, 5))
     }
 
 
@@ -114,6 +130,7 @@ def main() -> None:
         "all")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--trees", type=int, default=3, help="models of an ensemble")
     add_json(parser)
     args = parser.parse_args()
     sets = {
@@ -129,7 +146,7 @@ def main() -> None:
     for name, source in sets.items():
         extreme_data.make(name, source, args.out)
         results[name] = measure(args, name)
-        found_figures += figures(name, results[name])
+        found_figures += figures(name, results[name], args.trees)
     below = [
         libpecos - ours
         for libpecos, ours in ((found["libpecos"][f"P@{k}"], found["xsoftmax"][f"P@{k}"])

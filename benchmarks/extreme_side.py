@@ -3,7 +3,9 @@ library: trains, saves, loads and predicts on one data set, and prints JSON. Als
 scipy.
 
     PYTHON benchmarks/extreme_side.py {xsoftmax,libpecos,omikuji} FOLDER SET [--threads 2]
-                                      [--negatives tfn] [--tree-only]
+                                      [--negatives tfn] [--trees 1] [--tree-only]
+
+With several trees, an ensemble of models whose scores are averaged, only training is timed.
 """
 
 import argparse
@@ -41,12 +43,12 @@ class Xsoftmax:
         self.torch, self.xs = torch, xs
         torch.set_num_threads(threads)
 
-    def tree(self, X, Y):
+    def tree(self, X, Y, seed=0):
         with timed("label vectors"):
             vectors = self.xs.label_vectors.pifa(X, Y)
         with timed("tree"):
             return self.xs.LabelTree.from_vectors(vectors, 16, 20,
-                                                  self.torch.Generator().manual_seed(0),
+                                                  self.torch.Generator().manual_seed(seed),
                                                   max_leaf_size=100)
 
     def train(self, X, Y, tree, negatives: str) -> None:
@@ -64,21 +66,25 @@ class Xsoftmax:
 
     single = predict
 
+    def average(self, predictions):
+        return self.xs.combine_predictions(predictions, topk=TOPK)
+
 
 class Libpecos:
     """The defaults: 16 children per node, 100 labels per leaf, squared hinge, threshold 0.1."""
     def __init__(self, threads: int):
+        from pecos.utils.smat_util import CsrEnsembler
         from pecos.xmc import Indexer, LabelEmbeddingFactory
         from pecos.xmc.xlinear.model import XLinearModel
 
         self.indexer, self.vectors, self.kind = Indexer, LabelEmbeddingFactory, XLinearModel
-        self.threads = threads
+        self.threads, self.ensembler = threads, CsrEnsembler
 
-    def tree(self, X, Y):
+    def tree(self, X, Y, seed=0):
         with timed("label vectors"):
             vectors = self.vectors.create(Y, X, method="pifa", threads=self.threads)
         with timed("tree"):
-            return self.indexer.gen(vectors, indexer_type="hierarchicalkmeans",
+            return self.indexer.gen(vectors, indexer_type="hierarchicalkmeans", seed=seed,
                                     threads=self.threads)
 
     def train(self, X, Y, tree, negatives: str) -> None:
@@ -97,18 +103,20 @@ class Libpecos:
     def single(self, X):
         return self.model.predict(X, only_topk=TOPK, beam_size=BEAM, threads=1)
 
+    def average(self, predictions):
+        return self.ensembler.average(*predictions)
+
 
 class Omikuji:
-    """One tree with default options. Training reads a text file; prediction takes one query at a
-    time."""
+    """Default options. Training reads a text file; prediction takes one query at a time."""
     def __init__(self, threads: int):
         import omikuji
 
         self.kind, self.threads = omikuji.Model, threads
 
-    def train_on(self, path: str) -> None:
+    def train_on(self, path: str, trees: int) -> None:
         options = self.kind.default_hyper_param()
-        options.n_trees = 1
+        options.n_trees = trees
         self.model = self.kind.train_on_data(path, options, self.threads)
 
     def save(self, path: str) -> None:
@@ -148,6 +156,7 @@ def main() -> None:
     parser.add_argument("set")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--negatives", default="tfn")
+    parser.add_argument("--trees", type=int, default=1)
     parser.add_argument("--tree-only", action="store_true")
     args = parser.parse_args()
     X, Y, X_test, Y_test = (sp.load_npz(args.folder / f"{args.set}.{part}.npz").tocsr()
@@ -161,7 +170,22 @@ def main() -> None:
         return
     if args.side == "omikuji":
         with timed("train"):
-            side.train_on(str(args.folder / f"{args.set}.train.txt"))
+            side.train_on(str(args.folder / f"{args.set}.train.txt"), args.trees)
+        if args.trees > 1:
+            side.model.init_prediction_thread_pool(args.threads)
+            print(json.dumps({"seconds": seconds} | precision(side.predict(X_test), Y_test)))
+            return
+    elif args.trees > 1:
+        predictions, total = [], 0.0
+        for seed in range(args.trees):
+            start = time.perf_counter()
+            side.train(X, Y, side.tree(X, Y, seed), args.negatives)
+            total += time.perf_counter() - start
+            predictions.append(side.predict(X_test))
+        print(
+            json.dumps({"seconds": {"train": total}}
+                       | precision(side.average(predictions), Y_test)))
+        return
     else:
         tree = side.tree(X, Y)
         with timed("layers"):

@@ -136,7 +136,10 @@ LinearLayersInput::LinearLayersInput(at::TensorList rows, int64_t features,
     layer.labels = check_lists("label_offsets", label_offsets, "label_rows", label_rows);
     check::offsets(kOp, "first_child", first, layer.labels.count);
     layer.first_child = first.const_data_ptr<int64_t>();
-    layer.costs = label_costs.empty() ? nullptr : check_costs(label_costs[d], label_rows.size(0));
+    layer.training = linear_training(options[d], layer.parents.count);
+    layer.costs = label_costs.empty()
+        ? nullptr
+        : check_costs(label_costs[d], label_rows.size(0), layer.training.positive_cost);
     if (!initial.empty()) {
       const at::TensorList parts = initial.slice(d * kLinearLayerParts, kLinearLayerParts);
       std::vector<Tensor> kept;
@@ -144,7 +147,6 @@ LinearLayersInput::LinearLayersInput(at::TensorList rows, int64_t features,
                      [&](const Tensor& part) { return keep(part); });
       layer.initial = check_initial(kept, features, first);
     }
-    layer.training = linear_training(options[d], layer.parents.count);
     largest_bias = std::max(largest_bias, std::abs(layer.training.bias));
     layers_.push_back(layer);
   }
@@ -157,12 +159,16 @@ RowLists LinearLayersInput::check_lists(const char* offsets_name, const Tensor& 
   return {offsets.size(0) - 1, offsets.const_data_ptr<int64_t>(), rows.const_data_ptr<int32_t>()};
 }
 
-const float* LinearLayersInput::check_costs(const Tensor& label_costs, int64_t count) {
+const float* LinearLayersInput::check_costs(const Tensor& label_costs, int64_t count,
+                                            float positive_cost) {
   const Tensor costs = keep(label_costs);
   check::finite_values(kOp, "label_costs", costs, count);
   for (const float cost : span_of<float>(costs)) {
     TORCH_CHECK_VALUE(cost >= 0, kOp,
                       ": expected label_costs that are finite and not below 0, got ", cost);
+    TORCH_CHECK_VALUE(std::isfinite(cost * positive_cost), kOp,
+                      ": expected positive_cost times label_costs as finite numbers, got ",
+                      positive_cost, " times ", cost);
   }
   return costs.const_data_ptr<float>();
 }

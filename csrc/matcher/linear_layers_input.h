@@ -81,7 +81,7 @@ class LinearLayersInput {
  private:
   RowLists check_lists(const char* offsets_name, const at::Tensor& offsets, const char* rows_name,
                        const at::Tensor& rows);
-  const float* check_costs(const at::Tensor& costs, int64_t count);
+  const float* check_costs(const at::Tensor& costs, int64_t count, float positive_cost);
   const InitialLayer* check_initial(const std::vector<at::Tensor>& parts, int64_t features,
                                     const at::Tensor& first_child);
   at::Tensor keep(const at::Tensor& tensor);

@@ -57,7 +57,8 @@ NodeRows node_rows(at::TensorList offsets, at::TensorList columns, at::TensorLis
       !offsets.empty() && offsets.size() == columns.size() && offsets.size() == nodes.size(), kOp,
       ": expected offsets, columns and nodes of at least one matrix, got ", offsets.size(), ", ",
       columns.size(), " and ", nodes.size());
-  TORCH_CHECK_VALUE(num_nodes >= 0, kOp, ": expected num_nodes of at least 0, got ", num_nodes);
+  TORCH_CHECK_VALUE(num_nodes >= 0 && num_nodes < std::numeric_limits<int32_t>::max(), kOp,
+                    ": expected num_nodes in [0, 2^31 - 1), got ", num_nodes);
   check::numbers(kOp, "offsets", offsets[0], at::kLong);
   const int64_t n = offsets[0].size(0) - 1;
   TORCH_CHECK_VALUE(n < std::numeric_limits<int32_t>::max(), kOp,

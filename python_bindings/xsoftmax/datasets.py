@@ -14,7 +14,7 @@ from typing import Any, Iterator, List, Optional, Sequence, Tuple, TYPE_CHECKING
 import numpy as np
 import torch
 
-from ._core.checks import check_bool
+from ._core.checks import as_tensor, check_bool, check_count
 from ._core.files import open_regular
 from ._core.public import public_names
 from ._core.sparse import canonical, csr_matrix
@@ -159,6 +159,10 @@ def read_libsvm(
     except ImportError as error:
         raise ImportError("read_libsvm: expected scikit-learn to be installed: pip install "
                           "scikit-learn") from error
+    if zero_based is not None:
+        check_bool("read_libsvm", "zero_based", zero_based)
+    if num_features is not None:
+        check_count("read_libsvm", "num_features", num_features, 1)
     open_regular("read_libsvm", path).close()
     try:
         X, found = load_svmlight_file(fspath(path), n_features=num_features, multilabel=True,
@@ -167,7 +171,8 @@ def read_libsvm(
         raise ValueError(f"read_libsvm: expected {fspath(path)} in the format of LIBSVM: "
                          f"{error}") from error
     labels = np.array([label for row in found for label in row], np.float64)
-    kinds = np.unique(labels) if classes is None else np.asarray(classes, np.float64)
+    kinds = np.unique(labels) if classes is None else as_tensor("read_libsvm", "classes",
+                                                                classes).double().numpy()
     rows = np.repeat(np.arange(len(found)), [len(row) for row in found])
     Y = _label_matrix("read_libsvm", path, rows, labels, kinds, len(found))
     return canonical("read_libsvm", fspath(path), X), Y, kinds
@@ -214,6 +219,9 @@ def read_annif(
         except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"read_annif: expected {fspath(path)} as text in UTF-8, got another "
                              f"file ({error})") from error
+    if subjects is not None and (isinstance(subjects, str) or not isinstance(subjects, Sequence)):
+        raise TypeError("read_annif: expected subjects as a list of URIs, got "
+                        f"{type(subjects).__name__}")
     kinds = sorted(set(uris)) if subjects is None else list(subjects)
     Y = _label_matrix("read_annif", path, np.array(rows, np.int64), np.array(uris, object),
                       np.array(kinds, object), len(texts))

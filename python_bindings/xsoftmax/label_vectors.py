@@ -77,9 +77,14 @@ def pifa_lf(X: Matrix, Y: Matrix, Z: Matrix, weight: Union[float, np.ndarray] = 
     """
     import scipy.sparse as sp
 
-    weights = np.asarray(weight, np.float32)
-    if not ((weights >= 0) & (weights <= 1)).all():
-        raise ValueError(f"pifa_lf: expected weight in [0, 1], got {weight}")
+    weights = np.asarray(weight)
+    if weights.dtype.kind not in "fiu":
+        raise TypeError("pifa_lf: expected weight as a number or an array of numbers, got "
+                        f"{type(weight).__name__} of dtype {weights.dtype}")
+    weights = weights.astype(np.float32)
+    is_outside = ~((weights >= 0) & (weights <= 1))
+    if is_outside.any():
+        raise ValueError(f"pifa_lf: expected weight in [0, 1], got {weights[is_outside][0]}")
     example_vectors, feature_vectors = pifa(X, Y), unit_rows(canonical("pifa_lf", "Z", Z))
     if feature_vectors.shape[0] != example_vectors.shape[0]:
         raise ValueError(f"pifa_lf: expected Z with a row for each of {example_vectors.shape[0]} "

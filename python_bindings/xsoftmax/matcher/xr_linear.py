@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._core import long_work
 from .. import label_vectors
-from .._core.checks import check_count
+from .._core.checks import check_count, check_generator, check_tensor
 from .._core.files import open_regular
 from .._core.options import option_text
 from .._core.ranks import digest, ranks_of
@@ -20,7 +20,7 @@ from .._core.sparse import (csr_matrix, index_tensors, query_tensors, sparse_ten
 from ..trees.label_tree import LabelTree
 from .xr_linear_resume import TrainingFile, TrainingState
 from .xr_linear_training import (Layers, LayerTraining, Matrix, Progress, Watch, check_examples,
-                                 check_pairs, check_relevance, join_names, Names, Only,
+                                 check_names, check_pairs, check_relevance, join_names, Names, Only,
                                  select_labels, dense_block, warn_unless_unit_length)
 
 _LOSSES = ("hinge", "logistic", "squared_hinge")
@@ -157,6 +157,11 @@ class XRLinear:
             nonlocal X, Y, relevance, user_negatives, arity, max_leaf_size, sweeps, beam
             nonlocal max_weights
             X, Y = check_examples(X, Y)
+            check_names("XRLinear.train", "negatives", negatives)
+            check_generator("XRLinear.train", generator)
+            if not isinstance(progress, bool) and not callable(progress):
+                raise TypeError("XRLinear.train: expected progress as a bool or a function, got "
+                                f"{type(progress).__name__}")
             if loss not in _LOSSES:
                 raise ValueError(f"XRLinear.train: expected loss as one of {list(_LOSSES)}, got "
                                  f"{loss!r}")
@@ -334,6 +339,9 @@ class XRLinear:
             ValueError, TypeError, IndexError: as :meth:`predict`, and if ``exclude`` has the wrong
                 shape or dtype, or an id that is not in [0, L) or -1
         """
+        k = check_count("XRLinear.topk", "k", k, 0)
+        if exclude is not None:
+            check_tensor("XRLinear.topk", "exclude", exclude)
         size = k if exclude is None else k + exclude.shape[-1]
         offsets, labels, scores = self._predict(X, size, beam, dense, only, transform, combiner)
         counts = offsets.diff()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._core.files import open_regular, replace_file
+from ..trees.label_tree import LabelTree
 
 _KIND = "xsoftmax training of XRLinear, 1"
 
@@ -56,14 +57,22 @@ class TrainingFile:
                 if content["kind"] != _KIND:
                     raise ValueError(content["kind"])
                 arguments, state = content["arguments"], TrainingState(**content["state"])
+                layers = LabelTree(*state.tree).depth
+                if not len(state.parts) == len(state.stats) <= max(layers, 1):
+                    raise ValueError(f"{len(state.parts)} layers and {len(state.stats)} statistics "
+                                     f"of layers, the tree has {layers}")
+                if not isinstance(state.seed, int):
+                    raise ValueError(f"a seed of type {type(state.seed).__name__}")
             except Exception as error:
                 raise ValueError(f"XRLinear.train: expected resume as a file that train wrote, got "
                                  f"{self.path}: {type(error).__name__}: {error}") from error
         for name, value in self.arguments.items():
             other = arguments.get(name, "none")
             if other != value:
+                hint = (": the tree depends on its options, label vectors and random seed"
+                        if name == "tree" else "")
                 raise ValueError(f"XRLinear.train: expected the arguments of the training in "
-                                 f"{self.path}, got {name}={value}, the file has {other}")
+                                 f"{self.path}, got {name}={value}, the file has {other}{hint}")
         return state
 
     def save(self, state: TrainingState) -> None:

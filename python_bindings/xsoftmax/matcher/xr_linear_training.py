@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._core import long_work
+from .._core.checks import as_ids
 from .._core.ranks import SingleProcess
 from .._core.sparse import canonical, index_tensors, tensor_of
 from ..trees.label_tree import LabelTree
@@ -282,11 +283,16 @@ def narrow_weights(values: Tensor, dtype: Optional[torch.dtype], ranks: SinglePr
 
 def join_names(option: str, names: Names) -> str:
     """Returns the names of all layers as the operator takes them."""
-    texts = [names or ""] if names is None or isinstance(names, str) else list(names)
+    return ",".join(check_names("XRLinear.predict", option, "" if names is None else names))
+
+
+def check_names(owner: str, option: str, names: Any) -> List[str]:
+    """Returns a name, or a sequence of names, as a list."""
+    texts = [names] if isinstance(names, str) else list(names) if isinstance(names,
+                                                                             (list, tuple)) else []
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"XRLinear.predict: expected {option} as a name or a list of names, got "
-                        f"{names!r}")
-    return ",".join(texts)
+        raise TypeError(f"{owner}: expected {option} as a name or a list of names, got {names!r}")
+    return texts
 
 
 def select_labels(only: Any, labels: int, rows: int) -> Tensor:
@@ -303,8 +309,14 @@ def select_labels(only: Any, labels: int, rows: int) -> Tensor:
             offsets, columns = index_tensors(only)
             return torch.sparse_csr_tensor(offsets, columns.long(), torch.ones(only.nnz),
                                            size=only.shape, check_invariants=False)
-    selection = tensor_of(only) if isinstance(
-        only, np.ndarray) else torch.as_tensor(only if isinstance(only, Tensor) else list(only))
+    selection = as_ids("XRLinear.predict", "only",
+                       list(only) if isinstance(only, (set, frozenset)) else only)
+    if selection.layout != torch.strided:
+        raise TypeError("XRLinear.predict: expected only as ids, a mask, a scipy sparse matrix or "
+                        f"a sparse CSR tensor, got a tensor of layout {selection.layout}")
+    if selection.dim() != 1:
+        raise ValueError("XRLinear.predict: expected only as ids or a mask of one dimension, got "
+                         f"shape {list(selection.shape)}")
     if selection.dtype == torch.bool:
         if selection.shape != (labels,):
             raise ValueError(f"XRLinear.predict: expected only as a mask of shape [{labels}], got "

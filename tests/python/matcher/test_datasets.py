@@ -159,9 +159,13 @@ def test_npz_files_with_wrong_numbers_are_refused(tmp_path):
 def test_a_file_of_libsvm_is_read(tmp_path):
     """Classes and features get ids; a test file takes those of the training file."""
     train, test = tmp_path / "train.svm", tmp_path / "test.svm"
-    train.write_text("3 1:0.5 7:2\n-1 2:1\n3,8 7:1\n")
+    text = "3 1:0.5 7:2\n-1 2:1\n3,8 7:1\n"
+    train.write_text(text)
     test.write_text("8 1:1\n")
-    X, Y, classes = read_libsvm(train)
+    packed = tmp_path / "train.svm.gz"
+    packed.write_bytes(gzip.compress(text.encode()))
+    X, Y, classes = read_libsvm(packed)
+    assert (read_libsvm(train)[0] != X).nnz == 0
     assert classes.tolist() == [-1, 3, 8]
     np.testing.assert_array_equal(X.toarray()[:, [0, 1, 6]], [[0.5, 0, 2], [0, 1, 0], [0, 0, 1]])
     assert X.shape == (3, 7) and Y.toarray().tolist() == [[0, 1, 0], [1, 0, 0], [0, 1, 1]]
@@ -176,6 +180,9 @@ def test_a_file_of_libsvm_is_read(tmp_path):
     train.write_text("one 1:2\n")
     with pytest.raises(ValueError, match="read_libsvm: expected .*train.svm in the format"):
         read_libsvm(train)
+    for options in (dict(classes=3), dict(num_features=2.0), dict(zero_based="no")):
+        with pytest.raises(TypeError, match="read_libsvm: expected " + next(iter(options))):
+            read_libsvm(train, **options)
     with pytest.raises(FileNotFoundError, match="read_libsvm: there is no file"):
         read_libsvm(tmp_path / "none")
 
@@ -211,3 +218,5 @@ def test_a_corpus_of_annif_is_read(tmp_path):
         read_annif(path, subjects=["http://a/1"])
     with pytest.raises(ValueError, match="different labels"):
         read_annif(path, subjects=["http://a/1", "http://a/1"])
+    with pytest.raises(TypeError, match="subjects as a list of URIs, got str"):
+        read_annif(path, subjects="http://a/1")

@@ -304,9 +304,9 @@ def test_wrong_tensors_are_refused():
     parent, child = lists(PARENTS), lists(CHILDREN)
 
     def call(rows=(offsets, columns, values), features=40, first=FIRST, parent=parent, child=child,
-             costs=None, initial=()):
+             costs=None, initial=(), options=""):
         return ops.linear_layers_train(rows, features, [first], parent, child,
-                                       [] if costs is None else [costs], initial, [""])
+                                       [] if costs is None else [costs], initial, [options])
 
     call()
     with pytest.raises(ValueError, match="linear_layers_train: expected rows as 3 tensors"):
@@ -331,6 +331,9 @@ def test_wrong_tensors_are_refused():
         (dict(initial=(FIRST + 1, *call()[:5])), ValueError, "a layer with this first_child"),
         (dict(costs=torch.ones(3)), ValueError, "label_costs with size"),
         (dict(costs=-torch.ones(len(child[1]))), ValueError, "not below 0"),
+        (dict(costs=torch.full((len(child[1]),), 1e38), options="positive_cost=10"), ValueError,
+         r"positive_cost times label_costs as finite numbers, got 10 times 1e\+38"),
+        (dict(first=FIRST.to("meta")), TypeError, "first_child on the CPU, got meta"),
     ):
         with pytest.raises(error, match=message):
             call(**change)
@@ -413,7 +416,8 @@ def test_wrong_rows_of_nodes_are_refused():
         (([offsets] * 2, [columns] * 2, [nodes] * 2, 1, values), ValueError,
          "costs with one matrix, got 2"),
         (([offsets], [columns], [nodes], 1, values[1:]), ValueError, "costs with size"),
-        (([offsets], [columns], [nodes], -1), ValueError, "num_nodes of at least 0, got -1"),
+        (([offsets], [columns], [nodes], -1), ValueError, r"num_nodes in \[0, 2\^31 - 1\), got -1"),
+        (([offsets], [columns], [nodes], 2**62), ValueError, "num_nodes in"),
     ):
         with pytest.raises(error, match="node_rows: .*" + message):
             ops.node_rows(*arguments)

@@ -330,6 +330,10 @@ BAD = [
     (dict(initial=3), TypeError, "initial as XRLinear or None, got int"),
     (dict(negatives="hard"), ValueError, "negatives as"),
     (dict(negatives=["tfn"]), ValueError, "negatives for 3 layers"),
+    (dict(negatives=3), TypeError, "negatives as a name or a list of names, got 3"),
+    (dict(negatives=["tfn", None, "tfn"]), TypeError, "negatives as a name or a list of names"),
+    (dict(generator=3), TypeError, "generator as a torch.Generator or None, got int"),
+    (dict(progress="yes"), TypeError, "progress as a bool or a function, got str"),
     (dict(negatives="user"), ValueError, "user_negatives beside"),
     (dict(user_negatives=sp.csr_matrix((300, 40))), ValueError, 'negatives with "user"'),
     (dict(negatives="user", user_negatives=sp.csr_matrix(
@@ -404,6 +408,12 @@ def test_wrong_queries_are_refused():
     with pytest.raises(TypeError, match="X as a scipy sparse matrix, a tensor or an array, got "
                        "list"):
         model.predict([1.0])
+    with pytest.raises(TypeError, match="transform as a name or a list of names, got 3"):
+        model.predict(X, transform=3)
+    with pytest.raises(TypeError, match="topk: expected k of type int, got float"):
+        model.topk(X, 2.0)
+    with pytest.raises(TypeError, match="topk: expected exclude as a tensor, got list"):
+        model.topk(X, 2, exclude=[[1]])
 
 
 def test_a_threshold_that_drops_all_weights_gives_a_warning():
@@ -429,7 +439,11 @@ def test_only_restricts_labels_by_mask_or_ids():
     assert set(want[1].unique().tolist()) <= {7, 9, 31}
     for only, error, message in ((mask[:9], ValueError, r"a mask of shape \[40\], got \[9\]"),
                                  ([7.9], TypeError, "ids of labels or a mask"), ([40], IndexError,
-                                                                                 "only")):
+                                                                                 "only"),
+                                 (3, TypeError, "only as a tensor, an array or a list"),
+                                 ([[3], [4]], ValueError, r"one dimension, got shape \[2, 1\]"),
+                                 (torch.ones(40).to_sparse(), TypeError,
+                                  "layout torch.sparse_coo")):
         with pytest.raises(error, match=message):
             model.predict(X, 2, only=only)
 

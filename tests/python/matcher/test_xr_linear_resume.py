@@ -68,6 +68,10 @@ def test_other_files_are_refused(tmp_path):
             small(X, Y, resume=file)
     small(X, Y, resume=tmp_path / "whole")
     broken = torch.load(tmp_path / "whole")
+    for name, value in (("seed", "x"), ("parts", broken["state"]["parts"] * 2), ("tree", [])):
+        torch.save({**broken, "state": {**broken["state"], name: value}}, file)
+        with pytest.raises(ValueError, match="resume as a file that train wrote"):
+            small(X, Y, resume=file)
     del broken["state"]["seed"]
     torch.save(broken, file)
     with pytest.raises(ValueError, match="resume as a file that train wrote"):
