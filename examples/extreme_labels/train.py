@@ -117,7 +117,11 @@ class Neural:
             }
             self.encoder = Transformer(len(self.ids), args.width, args.dropout)
         elif args.encoder == "huggingface":
-            self.encoder = HuggingFace(args.model, dataset.train.texts, args.width, args.dropout)
+            try:
+                self.encoder = HuggingFace(args.model, dataset.train.texts, args.width,
+                                           args.dropout)
+            except (OSError, ImportError) as error:  # no such model, or a library is missing
+                raise UsageError(f"--encoder huggingface: {error}") from error
         else:
             self.encoder = BagOfWords(dataset.train.X.shape[1], args.width, args.dropout,
                                       begin_linear=args.init == "prototypes")
@@ -160,25 +164,26 @@ class Neural:
         upper layers are trained again afterwards, for the final encoder.
         """
         args, matcher, target = self.args, self.matcher, xs.HierarchicalMatcher.targets(part.Y)
+        input = self.read(part)
         depth, prototypes = matcher.tree.depth, args.init == "prototypes"
         last_epochs = 2 * args.epochs if args.last_epochs is None else args.last_epochs
         for layer in range(1, depth + 1):
             last = layer == depth
             if prototypes:
                 matcher.init_from_prototypes(*self.on_device(self.embed(part), target))
-            self.train_layer(part, target, last_epochs if last else args.epochs,
+            self.train_layer(input, target, last_epochs if last else args.epochs,
                              args.last_lr or args.lr if last else args.lr, last or not prototypes)
             matcher.next_layer()
         if prototypes and last_epochs > 0:
             for layer in range(1, depth):
                 matcher.layer.fill_(layer)
                 matcher.init_from_prototypes(*self.on_device(self.embed(part), target))
-                self.train_layer(part, target, args.epochs, args.lr, False)
+                self.train_layer(input, target, args.epochs, args.lr, False)
             matcher.layer.fill_(depth)
 
-    def train_layer(self, part: data.Part, target: Tensor, epochs: float, lr: float,
+    def train_layer(self, input: Tensor | sp.csr_matrix, target: Tensor, epochs: float, lr: float,
                     with_encoder: bool) -> None:
-        args, input = self.args, self.read(part)
+        args = self.args
         of_encoder = list(self.encoder.parameters()) if with_encoder else []
         parameters = [*of_encoder, *self.matcher.parameters()]
         groups = [{"params": self.matcher.parameters()}]
@@ -284,9 +289,9 @@ def train(args: argparse.Namespace) -> int:
                                                                                   == "prototypes"):
         raise UsageError(f"--encoder {args.encoder} --init prototypes: expected an encoder that "
                          "tells texts apart before it is trained; use --encoder bag, or --model")
-    dataset = data.load_dataset(args.data, args.max_examples)
     if args.model is not None and args.encoder != "huggingface":
         raise UsageError(f"--model: expected --encoder huggingface, got {args.encoder}")
+    dataset = data.load_dataset(args.data, args.max_examples)
     if args.encoder in ("transformer", "huggingface") and dataset.train.texts is None:
         raise UsageError(f"--encoder {args.encoder}: expected texts, got data of features alone; "
                          "use --encoder bag")
@@ -305,13 +310,14 @@ def train(args: argparse.Namespace) -> int:
                                      max_leaf_size=args.max_leaf_size)
     args.output.mkdir(parents=True, exist_ok=True)
     table = Table(dataset)
+    # created first, since its encoder may be missing
+    neural = None if args.encoder == "none" else Neural(args, dataset, tree)
 
     linear, seconds = timed(
         lambda: xs.XRLinear.train(X, Y, tree=tree, negatives=args.negatives, generator=generator))
     linear.save(args.output / "linear")
     table.add("linear", seconds, lambda part: linear.predict(part.X, TOPK, BEAM))
-    if args.encoder != "none":
-        neural = Neural(args, dataset, tree)
+    if neural is not None:
         _, seconds = timed(lambda: neural.train(dataset.train))
         torch.save({"encoder": neural.encoder.state_dict(), "matcher": neural.matcher.state_dict()},
                    args.output / "neural.pt")

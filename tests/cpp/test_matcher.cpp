@@ -90,6 +90,61 @@ TEST(XRLinear, GivesTheBestAsTensors) {
   EXPECT_THROW(model->topk(offsets, columns, values, options, longs({1})), c10::ValueError);
 }
 
+TEST(XRLinear, TakesNamesPerLayerAndLabelsPerQuery) {
+  const auto model = make();
+  const auto [offsets, columns, values] = query();
+  const auto named = [](const std::string& transform, const std::string& combiner) {
+    return xsoftmax::XRLinearPredictOptions().topk(4).beam(2).transform(transform).combiner(
+        combiner);
+  };
+  // Scores of the nodes are 0 and 1; of their labels .5 and 1.
+  const float half = std::exp(-0.5f);
+  const auto [ends, labels, scores] =
+      model->predict(offsets, columns, values, named("identity,l1-hinge", "add,add"));
+  EXPECT_TRUE(torch::allclose(scores, torch::tensor({2.0f, 1.0f + half, 1.0f, half})));
+  EXPECT_TRUE(labels.equal(longs({1, 3, 0, 2})));
+  const auto last =
+      model->predict(offsets, columns, values, named("l1-hinge,identity", "multiply,last"));
+  EXPECT_TRUE(torch::allclose(std::get<2>(last), torch::tensor({1.0f, 1.0f, 0.5f, 0.5f})));
+  EXPECT_THROW(model->predict(offsets, columns, values, named("identity,identity,identity", "")),
+               c10::ValueError);
+  const auto shortlist = torch::sparse_csr_tensor(longs({0, 2}), longs({0, 2}), torch::ones({2}),
+                                                  {1, 4}, torch::kFloat);
+  const auto best = model->predict(
+      offsets, columns, values, xsoftmax::XRLinearPredictOptions().topk(4).beam(1).only(shortlist));
+  EXPECT_TRUE(std::get<1>(best).equal(longs({0, 2}))); // both are below the node that is not best
+}
+
+TEST(XRLinear, TrainsWithTheOptionsOfThePaper) {
+  torch::manual_seed(0);
+  const Tensor label = torch::randint(0, 40, {400}, torch::kLong),
+               dense = torch::randn({40, 24}).index_select(0, label) + 0.3 * torch::randn({400, 24});
+  const xsoftmax::Examples examples{
+      torch::arange(401) * 24,
+      torch::arange(24, torch::kInt).repeat({400}),
+      torch::nn::functional::normalize(dense).flatten(),
+      24,
+      torch::arange(401),
+      label.to(torch::kInt),
+      40};
+  const auto tree =
+      xsoftmax::tree_from_vectors(xsoftmax::label_vectors::pifa(examples), 24,
+                                  {.arity = 3, .max_leaf_size = 5, .balanced = false});
+  auto options = xsoftmax::XRLinearTrainOptions().tree(tree).dtype(torch::kHalf).threshold(1e-3);
+  const auto fraction_found = [&](const std::vector<std::string>& negatives) {
+    const auto model = xsoftmax::XRLinear::train(examples, options.negatives(negatives));
+    EXPECT_EQ(model->layer(0)[5].scalar_type(), torch::kHalf);
+    const auto found = model->topk(examples.offsets, examples.features, examples.values,
+                                   xsoftmax::XRLinearPredictOptions().topk(1));
+    return std::get<1>(found).squeeze(1).eq(label).to(torch::kFloat).mean().item<float>();
+  };
+  EXPECT_GT(fraction_found({"tfn+man"}), 0.95);
+  std::vector<std::string> each(tree->depth(), "tfn");
+  each.back() = "man";
+  EXPECT_GT(fraction_found(each), 0.95);
+  EXPECT_THROW(fraction_found({"tfn", "man"}), c10::ValueError); // the tree has more layers
+}
+
 TEST(XRLinear, ComesBackFromItsFile) {
   const Folder folder;
   for (const auto dtype : {torch::kFloat, torch::kHalf}) {

@@ -283,7 +283,7 @@ def narrow_weights(values: Tensor, dtype: Optional[torch.dtype], ranks: SinglePr
 
 def join_names(option: str, names: Names) -> str:
     """Returns the names of all layers as the operator takes them."""
-    return ",".join(check_names("XRLinear.predict", option, "" if names is None else names))
+    return "" if names is None else ",".join(check_names("XRLinear.predict", option, names))
 
 
 def check_names(owner: str, option: str, names: Any) -> List[str]:

@@ -229,8 +229,8 @@ class LabelTree(Module):
                 should then be normalised too. Applies only with ``max_leaf_size``.
             balanced: whether siblings have equal sizes. False: each class goes to the closer of two
                 centres, so clusters of similar classes stay together, and the tree has more nodes
-                and more layers (as in Bonsai; Khandagale et al., 2020). Applies
-                only with ``max_leaf_size``, and without ``group``.
+                and more layers (as in Bonsai; Khandagale et al., 2020). Requires
+                ``max_leaf_size`` and no ``group``.
             group: a process group whose ranks share the work: one with a CPU backend, or a
                 one-dimensional DeviceMesh. All ranks pass the same arguments. The result is the
                 tree that a single process builds with the generator of the first rank. Requires

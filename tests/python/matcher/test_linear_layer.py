@@ -339,14 +339,17 @@ def test_wrong_tensors_are_refused():
             call(**change)
 
 
-def test_layers_trained_together_equal_layers_trained_alone():
-    """Layers of 1, 3 and 48 parents, some with several groups, in one pool, for one and several
-    threads."""
+@pytest.mark.parametrize("half", [False, True])
+def test_layers_trained_together_equal_layers_trained_alone(half):
+    """Layers of 1, 3 and 48 parents, some with several groups, with a cost for each label, in one
+    pool, for one and several threads."""
     layers = [
         problem(seed=seed, parents=parents, children=children)[1:]
         for seed, (parents, children) in enumerate([(1, 3), (3, 120), (48, 5)])
     ]
-    alone = [train(X, *layer, seed=7) for layer in layers]
+    costs = [1 + torch.rand(sum(map(len, layer[1]))) for layer in layers]
+    options = dict(seed=7, half=half, threshold=1e-4)
+    alone = [train(X, *layer, cost, **options) for layer, cost in zip(layers, costs)]
     threads = torch.get_num_threads()
     try:
         for count in (1, 5):
@@ -355,7 +358,7 @@ def test_layers_trained_together_equal_layers_trained_alone():
                 rows_of(X), X.shape[1], [layer[2] for layer in layers],
                 [part for layer in layers for part in lists(layer[0])],
                 [part for layer in layers
-                 for part in lists(layer[1])], [], [], [option_text(**OPTIONS, seed=7)] * 3)
+                 for part in lists(layer[1])], costs, [], [option_text(**(OPTIONS | options))] * 3)
             assert all(
                 torch.equal(part, one)
                 for part, one in zip(parts, (one for layer in alone for one in layer)))
@@ -363,6 +366,21 @@ def test_layers_trained_together_equal_layers_trained_alone():
             assert tasks[:, 0].diff().min() >= 0  # in the order of layers
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_failed_task_of_a_shared_parent_stops_all_threads():
+    """The tasks of a parent with 500 children share its rows; a weight beyond float16 fails."""
+    x, *layer = problem(rows=200, parents=1, children=500)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        with pytest.raises(ValueError, match="for float16"):
+            train(x * 1e6, *layer, threshold=0.0, bias=0.0, half=True)
+        tasks = ops.linear_layers_train(rows_of(x), x.shape[1], [layer[2]], lists(layer[0]),
+                                        lists(layer[1]), [], [], [option_text(**OPTIONS)])[-1]
+    finally:
+        torch.set_num_threads(threads)
+    assert len(tasks) > 5
 
 
 def test_weights_of_float16_are_those_of_float32_rounded():
