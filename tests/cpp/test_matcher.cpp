@@ -118,15 +118,15 @@ TEST(XRLinear, TakesNamesPerLayerAndLabelsPerQuery) {
 TEST(XRLinear, TrainsWithTheOptionsOfThePaper) {
   torch::manual_seed(0);
   const Tensor label = torch::randint(0, 40, {400}, torch::kLong),
-               dense = torch::randn({40, 24}).index_select(0, label) + 0.3 * torch::randn({400, 24});
-  const xsoftmax::Examples examples{
-      torch::arange(401) * 24,
-      torch::arange(24, torch::kInt).repeat({400}),
-      torch::nn::functional::normalize(dense).flatten(),
-      24,
-      torch::arange(401),
-      label.to(torch::kInt),
-      40};
+               dense =
+                   torch::randn({40, 24}).index_select(0, label) + 0.3 * torch::randn({400, 24});
+  const xsoftmax::Examples examples{torch::arange(401) * 24,
+                                    torch::arange(24, torch::kInt).repeat({400}),
+                                    torch::nn::functional::normalize(dense).flatten(),
+                                    torch::arange(401),
+                                    label.to(torch::kInt),
+                                    /*num_features=*/24,
+                                    /*num_labels=*/40};
   const auto tree =
       xsoftmax::tree_from_vectors(xsoftmax::label_vectors::pifa(examples), 24,
                                   {.arity = 3, .max_leaf_size = 5, .balanced = false});

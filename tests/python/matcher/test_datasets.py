@@ -177,12 +177,12 @@ def test_a_file_of_libsvm_is_read(tmp_path):
         read_libsvm(train, classes=[-1, 3])
     with pytest.raises(ValueError, match="read_libsvm: expected .*train.svm in the format"):
         read_libsvm(train, num_features=3)
-    train.write_text("one 1:2\n")
-    with pytest.raises(ValueError, match="read_libsvm: expected .*train.svm in the format"):
-        read_libsvm(train)
     for options in (dict(classes=3), dict(num_features=2.0), dict(zero_based="no")):
         with pytest.raises(TypeError, match="read_libsvm: expected " + next(iter(options))):
             read_libsvm(train, **options)
+    train.write_text("one 1:2\n")
+    with pytest.raises(ValueError, match="read_libsvm: expected .*train.svm in the format"):
+        read_libsvm(train)
     with pytest.raises(FileNotFoundError, match="read_libsvm: there is no file"):
         read_libsvm(tmp_path / "none")
 

@@ -332,7 +332,6 @@ BAD = [
     (dict(negatives=["tfn"]), ValueError, "negatives for 3 layers"),
     (dict(negatives=3), TypeError, "negatives as a name or a list of names, got 3"),
     (dict(negatives=["tfn", None, "tfn"]), TypeError, "negatives as a name or a list of names"),
-    (dict(generator=3), TypeError, "generator as a torch.Generator or None, got int"),
     (dict(progress="yes"), TypeError, "progress as a bool or a function, got str"),
     (dict(negatives="user"), ValueError, "user_negatives beside"),
     (dict(user_negatives=sp.csr_matrix((300, 40))), ValueError, 'negatives with "user"'),
@@ -351,6 +350,12 @@ def test_wrong_options_are_refused(options, error, message):
     X, Y = problem()
     with pytest.raises(error, match=message):
         small(options.pop("X", X), options.pop("Y", Y), **options)
+
+
+def test_a_seed_is_not_a_generator():
+    X, Y = problem()
+    with pytest.raises(TypeError, match="generator as a torch.Generator or None, got int"):
+        xs.XRLinear.train(X, Y, generator=3)
 
 
 def test_nan_is_refused_with_its_place():
