@@ -1,6 +1,7 @@
 #include "tree/bisection.h"
 
 #include "random/philox.h"
+#include "table/sparse_dots.h"
 
 #include <ATen/Parallel.h>
 
@@ -21,7 +22,7 @@ Bisection::Bisection(const SparseRowsView& vectors, const ClusterOptions& cluste
     : vectors_(vectors), work_(work), seed_(cluster_options.seed),
       iterations_(cluster_options.iterations), spherical_(cluster_options.spherical),
       total_(vectors.features, 0.0), sum_(vectors.features, 0.0),
-      direction_(vectors.features, 0.0f), seen_(vectors.features, false) {}
+      direction_(vectors.features, 0.0f), seen_(vectors.features, uint8_t(0)) {}
 
 void Bisection::cut(int32_t* rows, int64_t size, int64_t left, uint64_t key) {
   if (left > 0 && left < size) {
@@ -39,19 +40,7 @@ int64_t Bisection::cut_rows(int32_t* rows, int64_t size, std::optional<int64_t> 
   side_.assign(size, 1);
   score_.resize(size);
   order_.resize(size);
-  for (int64_t i = 0; i < size && !stopped_at(i); ++i) {
-    for (int64_t t = vectors_.offset[rows[i]]; t < vectors_.offset[rows[i] + 1]; ++t) {
-      if (!seen_[vectors_.column[t]]) {
-        seen_[vectors_.column[t]] = true;
-        touched_.push_back(vectors_.column[t]);
-      }
-    }
-  }
-  changes_.clear();
-  for (int64_t i = 0; i < size; ++i) {
-    changes_.push_back({rows[i], 1});
-  }
-  add_changes(total_);
+  add_all(rows, size);
   // Start from two random rows as centres.
   const PhiloxBlock block = philox(seed_, key, uint64_t(size));
   const int64_t one = int64_t(multiply_shift(block.low(), uint64_t(size)));
@@ -75,7 +64,7 @@ int64_t Bisection::cut_rows(int32_t* rows, int64_t size, std::optional<int64_t> 
   for (const int32_t j : touched_) {
     total_[j] = sum_[j] = 0;
     direction_[j] = 0;
-    seen_[j] = false;
+    seen_[j] = 0;
   }
   touched_.clear();
   move(rows, size);
@@ -104,13 +93,40 @@ void Bisection::add_rows(int64_t begin, int64_t end, double* sum) const {
   }
 }
 
-void Bisection::add_changes(std::vector<double>& sum) {
-  const int64_t count = int64_t(changes_.size());
+void Bisection::add_all(const int32_t* rows, int64_t size) {
+  changes_.clear();
+  for (int64_t i = 0; i < size; ++i) {
+    changes_.push_back({rows[i], 1});
+  }
+  if (adds_in_blocks()) {
+    touched_.resize(vectors_.features); // a part of the work, even if some do not occur
+    std::iota(touched_.begin(), touched_.end(), int32_t(0));
+    add_changes(total_);
+    return;
+  }
+  for (int64_t i = 0; i < size && !stopped_at(i); ++i) {
+    for (int64_t t = vectors_.offset[rows[i]]; t < vectors_.offset[rows[i] + 1]; ++t) {
+      const int32_t j = vectors_.column[t];
+      total_[j] += vectors_.value[t];
+      if (seen_[j] == 0) {
+        seen_[j] = 1;
+        touched_.push_back(j);
+      }
+    }
+  }
+}
+
+bool Bisection::adds_in_blocks() const {
   int64_t numbers = 0;
   for (const Change& change : changes_) {
     numbers += vectors_.offset[change.row + 1] - vectors_.offset[change.row];
   }
-  if (numbers < 4 * kSumBlocks * vectors_.features) { // too few values for blocks to pay off
+  return numbers >= 4 * kSumBlocks * vectors_.features; // else blocks do not pay off
+}
+
+void Bisection::add_changes(std::vector<double>& sum) {
+  const int64_t count = int64_t(changes_.size());
+  if (!adds_in_blocks()) {
     add_rows(0, count, sum.data());
     return;
   }
@@ -162,17 +178,11 @@ void Bisection::make_direction(int64_t left, int64_t size) {
 }
 
 void Bisection::score(const int32_t* rows, int64_t size) {
-  at::parallel_for(0, size, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end && !stopped_at(i); ++i) {
-      float balanced = 0, odd = 0;
-      int64_t t = vectors_.offset[rows[i]];
-      const int64_t last = vectors_.offset[rows[i] + 1];
-      for (; t + 1 < last; t += 2) {
-        balanced += vectors_.value[t] * direction_[vectors_.column[t]];
-        odd += vectors_.value[t + 1] * direction_[vectors_.column[t + 1]];
-      }
-      score_[i] =
-          balanced + odd + (t < last ? vectors_.value[t] * direction_[vectors_.column[t]] : 0.0f);
+  constexpr int64_t kBlock = 1024;
+  at::parallel_for(0, size, kBlock, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end && !work_.stopped(); i += kBlock) {
+      sparse_dots().dots(vectors_.offset, vectors_.column, vectors_.value, rows + i,
+                         std::min(kBlock, end - i), direction_.data(), score_.data() + i);
     }
   });
 }

@@ -45,6 +45,10 @@ class Bisection {
   // The result of a stopped bisection is discarded, so it may stop anywhere.
   bool stopped_at(int64_t i) const { return i % 1024 == 0 && work_.stopped(); }
 
+  // Sets total_ and touched_ for all rows of a segment.
+  void add_all(const int32_t* rows, int64_t size);
+  // Whether there are enough changes to add them in blocks, on all threads.
+  bool adds_in_blocks() const;
   void add_rows(int64_t begin, int64_t end, double* sum) const;
   void add_changes(std::vector<double>& sum);
   // Adds a row as a centre, and returns its squared norm; 0 if only directions matter.
@@ -67,7 +71,7 @@ class Bisection {
   std::vector<double> total_, sum_;
   std::vector<float> direction_, score_;
   double middle_ = 0; // the score at equal distances
-  std::vector<bool> seen_;
+  std::vector<uint8_t> seen_;
   std::vector<int32_t> touched_, order_, moved_; // touched_: features that occur in the segment
   std::vector<int8_t> side_, next_side_;
   std::vector<Change> changes_;
