@@ -17,13 +17,15 @@ from ..optim.first_step import row_optimizer, row_sparse_tables
 from .._core.public import public_names
 from ..tables.table_module import check_linear, has_own_forward
 from ..losses.linear_loss import LinearLoss
+from .fast_head import FastHead, fast_head, slow_head
 from .heads import Head, check_loss_class, find_bias, read_transform, replace_bias
 from .logits import NoLogits, UnsupportedHeadError, explain_untrainable_bias
 from .resize_embeddings import resize_embeddings
 from .accelerate import Accelerator
 
 __all__ = [
-    "NoLogits", "RowTrainer", "Trainer", "UnsupportedHeadError", "replace_head", "restore_head"
+    "FastHead", "NoLogits", "RowTrainer", "Trainer", "UnsupportedHeadError", "fast_head",
+    "replace_head", "restore_head", "slow_head"
 ]
 __dir__ = public_names(__all__)
 

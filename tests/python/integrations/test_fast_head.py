@@ -1,0 +1,147 @@
+"""fast_head: generation through an index gives the tokens of the dense head."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from xsoftmax.integrations.transformers import (FastHead, UnsupportedHeadError, fast_head,
+                                                replace_head, restore_head, slow_head)
+import xsoftmax as xs
+
+V, D = 500, 32
+PROMPT = torch.tensor([[3, 17, 9, 250], [8, 8, 41, 5]])
+
+
+def gpt2(dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=V, n_positions=64, n_embd=D, n_layer=1, n_head=2,
+                                bos_token_id=1, eos_token_id=2, pad_token_id=0, **options))
+    with torch.no_grad():  # distinct logits; a tied head would repeat the last token
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(V, D))
+    return model.to(dtype).eval()
+
+
+def made(model, **options):
+    torch.manual_seed(5)
+    return model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=12,
+                          **options)
+
+
+FAST = [
+    dict(do_sample=False),
+    dict(do_sample=False, min_new_tokens=10),
+    dict(do_sample=True, top_k=20),
+    dict(do_sample=True, top_k=50, top_p=0.8, temperature=0.7),
+    dict(do_sample=True, top_k=5, min_p=0.1, min_length=9),
+]
+DENSE = [
+    dict(num_beams=3, do_sample=False),
+    dict(do_sample=True, top_k=0),
+    dict(do_sample=True, top_k=51),
+    dict(do_sample=False, repetition_penalty=1.3),
+    dict(do_sample=False, no_repeat_ngram_size=2),
+    dict(do_sample=True, top_k=5, bad_words_ids=[[7]]),
+    dict(do_sample=False, return_dict_in_generate=True, output_logits=True),
+    dict(do_sample=False, logits_processor=[lambda ids, scores: scores.roll(1, 1)]),
+]
+
+
+@pytest.mark.parametrize("options", FAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tokens_are_those_of_the_dense_head(options, dtype):
+    model = gpt2(dtype)
+    want = made(model, **options)
+    head = fast_head(model)
+    assert torch.equal(made(model, **options), want)
+    assert head.fast_steps > 0 and head.dense_steps == 0 and head.cells_read > 0
+    assert head.cells_read <= head.fast_steps * head.num_cells
+
+
+@pytest.mark.parametrize("options", DENSE)
+def test_other_calls_score_all_tokens(options):
+    model = gpt2()
+    want = made(model, **options)
+    head = fast_head(model)
+    found = made(model, **options)
+    if "output_logits" in options:
+        assert all(torch.equal(one, other) for one, other in zip(found.logits, want.logits))
+    else:
+        assert torch.equal(found, want)
+    assert head.fast_steps == 0
+
+
+def test_a_head_of_clusters_reads_few_cells():
+    """Rows in clusters around hidden states, as training makes them."""
+    model = gpt2()
+    model.resize_token_embeddings(10_000)
+    with torch.no_grad():
+        hidden = model.transformer(torch.randint(V, (10, 10)))[0].reshape(100, D)
+    rows = hidden.repeat_interleave(100, 0) + 0.1 * torch.randn(10_000, D)
+    model.lm_head.weight = torch.nn.Parameter(rows)
+    want = made(model)
+    head = fast_head(model)
+    assert torch.equal(made(model), want)
+    assert head.cells_read < 0.4 * head.fast_steps * head.num_cells
+
+
+def test_changed_weights_are_indexed_again():
+    model = gpt2()
+    head = fast_head(model)
+    made(model)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(torch.randn(V, D))
+    dense = copy.deepcopy(model)
+    slow_head(dense)
+    assert torch.equal(made(model), made(dense)) and head.dense_steps == 0
+
+
+def test_calls_outside_of_generate_and_hidden_states_that_are_not_finite():
+    model = gpt2()
+    want = model(PROMPT).logits
+    head = fast_head(model)
+    assert torch.equal(model(PROMPT).logits, want) and head.fast_steps == head.dense_steps == 0
+    model(PROMPT, labels=PROMPT).loss.backward()
+    assert model.lm_head.weight.grad is not None
+    with torch.no_grad():
+        model.transformer.ln_f.bias.fill_(float("nan"))
+        made(model)
+    assert head.fast_steps == 0 and head.dense_steps == 24
+
+
+def test_it_is_undone_and_refuses_other_models():
+    model = gpt2()
+    kinds = type(model), type(model.lm_head)
+    assert isinstance(fast_head(model, k=3), FastHead)
+    with pytest.raises(
+            ValueError, match="fast_head of GPT2LMHeadModel: expected a model whose "
+            "head is not fast yet"):
+        fast_head(model)
+    slow_head(model)
+    assert (type(model), type(model.lm_head)) == kinds and not hasattr(model, "_fast_head")
+    with pytest.raises(ValueError, match="slow_head of GPT2LMHeadModel: expected a model of "
+                       "fast_head"):
+        slow_head(model)
+    with pytest.raises(ValueError, match="k of at least 1"):
+        fast_head(model, 0)
+    with pytest.raises(TypeError, match="a model that generates"):
+        fast_head(torch.nn.Linear(2, 2))
+    loss = replace_head(model, xs.LinearCrossEntropyLoss)
+    want = made(model)
+    fast_head(model)
+    assert torch.equal(made(model), want)
+    slow_head(model)
+    restore_head(model, loss)
+    assert (type(model), type(model.lm_head)) == kinds
+
+
+def test_a_bias_after_the_head_is_refused():
+    model = transformers.BartForConditionalGeneration(
+        transformers.BartConfig(vocab_size=V, d_model=D, encoder_layers=1, decoder_layers=1,
+                                encoder_attention_heads=2, decoder_attention_heads=2,
+                                encoder_ffn_dim=D, decoder_ffn_dim=D))
+    with pytest.raises(UnsupportedHeadError, match="a bias after it"):
+        fast_head(model)
