@@ -30,6 +30,7 @@ TITLES = {
     "two_tower": "Two towers and in-batch negatives",
     "extreme_labels": "Extreme multi-label",
     "serving": "Serving a model",
+    "decode": "Decoding with a Transformers model",
     "data_parallel": "Several ranks",
     "scale_out": "Scale-out, simulated",
     "xr_linear_threads": "Extreme multi-label on several threads",

@@ -1,7 +1,8 @@
 """Generation that reads only a part of the head of a Transformers model."""
 
 import functools
-from typing import Any, List, Optional, Tuple, Type
+import warnings
+from typing import Any, List, Optional, Tuple, Type, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,8 @@ class FastHead:
         # it needs the logits of all tokens.
         self._wanted = 0
         self._depth: Optional[int] = None
+        # Of the first step of a call: whether it was taken, and its logits until check().
+        self._is_checked, self._first_logits = False, cast(Optional[Tensor], None)
         self._versions: Optional[Tuple[Any, ...]] = None
         self._index: Optional[SearchIndex] = None
 
@@ -56,6 +59,12 @@ class FastHead:
                 torch.is_grad_enabled() and (hidden.requires_grad or self.linear.training)):
             self.dense_steps += hidden[..., 0].numel() if self._depth is not None else 0
             return None
+        if not self._is_checked:
+            self._is_checked = True
+            self.dense_steps += hidden[..., 0].numel()
+            logits = nn.functional.linear(hidden, self.linear.weight, self.linear.bias)
+            self._first_logits = logits.reshape(-1, classes)
+            return logits
         queries = hidden.reshape(-1, hidden.shape[-1])
         found = self.index().search(queries, self._depth, None, None)
         if not found.certified.all():  # a hidden state that is not finite
@@ -82,9 +91,22 @@ class FastHead:
         best = scores.topk(self._depth, sorted=True).values
         return bool((best[:, -1] >= best[:, self._wanted - 1]).any())
 
+    def check(self, scores: Tensor) -> None:
+        """Compares the first logits [Q, N] of a call with what the model made of them. A model may
+        scale or cap its logits; if it changes their order, all tokens are scored."""
+        logits, self._first_logits = self._first_logits, None
+        if logits is None or self._depth is None:
+            return
+        order = logits.to(scores).argsort(1)
+        if scores.shape != logits.shape or (scores.gather(1, order).diff(dim=1) < 0).any():
+            self._depth = None
+            warnings.warn(
+                "fast_head: the model changes the order of logits after its head, so all "
+                "tokens are scored", stacklevel=2)
+
     def plan(self, config: Any, processors: List[Any]) -> None:
         """Sets the number of best tokens that decide each step of a call of ``generate``."""
-        self._depth, wanted = None, 1
+        self._depth, self._is_checked, self._first_logits, wanted = None, False, None, 1
         has_scores = config.return_dict_in_generate and (config.output_scores
                                                          or config.output_logits)
         if (config.num_beams or 1) > 1 or has_scores:
@@ -108,6 +130,16 @@ class FastHead:
         self._wanted, self._depth = wanted, wanted + (_MARGIN if is_short else 0)
 
 
+class _Check(logits_process.LogitsProcessor):
+    """Calls FastHead.check."""
+    def __init__(self, head: FastHead) -> None:
+        self.head = head
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.head.check(scores)
+        return scores
+
+
 class _FastLinear:
     """Mixin that lets a FastHead answer; :func:`_derive_linear` derives from both."""
 
@@ -129,12 +161,13 @@ class _FastModel:
         try:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self._fast_head._depth = None
+            self._fast_head._depth = self._fast_head._first_logits = None
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         processors = super()._get_logits_processor(  # type: ignore[misc]
             generation_config, *args, **kwargs)
         self._fast_head.plan(generation_config, processors)
+        processors.insert(0, _Check(self._fast_head))
         return processors
 
 
@@ -163,7 +196,9 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
     - Beams, penalties, banned and forced tokens, own logits processors, and ``output_scores`` or
       ``output_logits`` need the scores of other tokens; then all are scored, as without this call.
     - Calls of the model outside of ``generate()`` are as before.
-    - The index is built at the first step, and again after the weights have changed.
+    - The first step of a call scores all tokens and checks that the model keeps the order of its
+      head's logits, as scales and caps do. If it does not, a warning says so, and all are scored.
+    - The index is built in the first call, and again after the weights have changed.
 
     How much it saves depends on the weights: see ``head.cells_read`` and :doc:`/howto/retrieval`.
 

@@ -1,0 +1,149 @@
+"""Compares greedy decoding through xs.integrations.transformers.fast_head with the dense head, in
+a Llama model that is trained first.
+
+    python benchmarks/decode.py [--data PATH] [--minutes 5] [--width 512] [--layers 2]
+                                [--tokens 2000] [--batches 1 8 64] [--threads 1] [--json [FILE]]
+
+The model is trained on words with a sampled softmax for --minutes; 0: its weights are random. The
+default text is the source of Python's standard library. Each batch continues as many windows of the
+validation text by --tokens tokens in total. Decoding with each head takes turns. The time of the
+head alone is that of all its calls in one decoding.
+"""
+
+import argparse
+import copy
+import sys
+import time
+from pathlib import Path
+from typing import Callable
+
+import torch
+import transformers
+
+import xsoftmax as xs
+from records import add_json, report, table
+from timing import interleave
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
+
+from examples.language_model.data import Corpus, load_corpus
+from xsoftmax.integrations.transformers import fast_head, replace_head, restore_head
+
+CONTEXT, WINDOWS, PROMPT = 64, 32, 32
+
+
+def make_model(args: argparse.Namespace, words: int) -> transformers.LlamaForCausalLM:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=words, hidden_size=args.width,
+                                 intermediate_size=4 * args.width, num_hidden_layers=args.layers,
+                                 num_attention_heads=8, max_position_embeddings=4096,
+                                 bos_token_id=None, eos_token_id=None, pad_token_id=0))
+
+
+def train(model: transformers.LlamaForCausalLM, corpus: Corpus,
+          seconds: float) -> tuple[int, float]:
+    """Returns the number of steps, and the exact loss per token on the validation text."""
+    model.model.embed_tokens.sparse = True  # only the rows of a batch have a gradient
+    loss = replace_head(model, xs.SampledSoftmaxLoss, sampler="log_uniform", num_samples=2048)
+    optimizer = xs.optim.RowAdam(model.parameters(), lr=1e-3)
+    end, steps = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        begin = torch.randint(len(corpus.train) - CONTEXT, (WINDOWS, 1))
+        ids = corpus.train[begin + torch.arange(CONTEXT)]
+        model(ids, labels=ids).loss.backward()
+        xs.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    optimizer.flush()
+    model.eval()
+    ids = corpus.valid[:len(corpus.valid) // CONTEXT * CONTEXT].view(-1, CONTEXT)[:256]
+    with torch.no_grad():
+        value = float(
+            sum(model(part, labels=part).loss * len(part) for part in ids.split(32)) / len(ids))
+    restore_head(model, loss)
+    return steps, value
+
+
+def measure(model: transformers.LlamaForCausalLM, corpus: Corpus, batch: int, tokens: int) -> dict:
+    begin = torch.arange(batch) * (len(corpus.valid) - PROMPT) // batch
+    prompt = corpus.valid[begin[:, None] + torch.arange(PROMPT)]
+    searching, hidden = copy.deepcopy(model), []
+    head = fast_head(searching)
+    start = time.perf_counter()
+    head.index()
+    seconds = time.perf_counter() - start
+
+    def decode(model: transformers.LlamaForCausalLM) -> torch.Tensor:
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
+                              max_new_tokens=max(1, tokens // batch))
+
+    hook = model.lm_head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+    is_equal = torch.equal(decode(model), decode(searching))
+    hook.remove()
+    counts = head.fast_steps, head.dense_steps, head.cells_read
+    whole = interleave({"dense": lambda: decode(model), "fast": lambda: decode(searching)}, 3, 0)
+    head.plan(model.generation_config, [])  # as in a call of generate
+    searching.lm_head(hidden[0])
+
+    def answer(head: Callable[[torch.Tensor], object]) -> None:
+        for states in hidden:
+            head(states)
+
+    with torch.no_grad():
+        alone = interleave(
+            {"dense": lambda: answer(model.lm_head), "fast": lambda: answer(searching.lm_head)}, 3,
+            1)
+    return {
+        "batch": batch, "tokens equal": is_equal, "fast steps": counts[0], "dense steps": counts[1],
+        "cells read": counts[2] / max(1, counts[0] * head.num_cells),
+        "head": alone["fast"] / alone["dense"], "model": whole["fast"] / whole["dense"],
+        "dense head": alone["dense"] / len(hidden), "fast head": alone["fast"] / len(hidden),
+        "index": seconds
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="as in examples/language_model")
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--threads", type=int, default=1)
+    add_json(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    corpus = load_corpus(args.data, max_tokens=5_000_000)
+    model = make_model(args, len(corpus.words))
+    steps, value = train(model, corpus, 60 * args.minutes) if args.minutes > 0 else (0, None)
+    model.eval()
+    results = [measure(model, corpus, batch, args.tokens) for batch in args.batches]
+    rows = [{
+        "batch": one["batch"], "head / dense head": f"{one['head']:.3f}",
+        "decoding / dense head's": f"{one['model']:.2f}", "cells read": f"{one['cells read']:.0%}",
+        "dense head": f"{1e3 * one['dense head']:.2f} ms",
+        "fast head": f"{1e3 * one['fast head']:.3f} ms", "tokens equal": str(one["tokens equal"]),
+        "dense steps": one["dense steps"]
+    } for one in results]
+    figures = [{"figure": f"batch {one['batch']}: {name}", "value": one[key]} for one in results
+               for name, key in (("head / dense head", "head"), ("decoding / with the dense head",
+                                                                 "model"))]
+    report(
+        args, __doc__, question="How much faster does a Transformers model decode by search?",
+        against="the model's own head, nn.Linear", tables=[
+            table(rows, columns=list(rows[0])),
+            table([{
+                "words": f"{len(corpus.words):,}", "width": args.width, "steps": steps,
+                "validation loss": "untrained" if value is None else f"{value:.3f}",
+                "index": f"{results[0]['index']:.1f} s"
+            }], columns=["words", "width", "steps", "validation loss", "index"])
+        ], results=results, figures=figures)
+
+
+if __name__ == "__main__":
+    main()
