@@ -1,0 +1,148 @@
+"""Measures training steps of an embedding table of hashed n-grams, with row optimizers and with
+torch.optim.
+
+    python benchmarks/embedding_table.py [--rows 1000000 10000000 100000000] [--folder FOLDER]
+                                         [--threads 2] [--repeats 21] [--json [FILE]]
+
+A batch is 4,096 positions of a text of words with Zipf frequencies. Its ids are hashes of the last
+two and the last three words: 8,192 ids of a table [N, 64]. A step looks the rows up, computes the
+gradient of a product, and updates the table; `nn.Embedding(..., sparse=True)` throughout, except
+for AdamW, whose gradient is dense. Each step has other words. Tables of one N take turns; times are
+medians. Bytes are those of table and state, by their tensors. With --folder, one more table is in a
+file there.
+"""
+
+import argparse
+import statistics
+import tempfile
+from typing import Callable
+
+import torch
+from torch import Tensor, nn
+
+import xsoftmax as xs
+from records import add_json, figures_table, report, table
+from timing import turns
+
+WIDTH, POSITIONS, WORDS = 64, 4096, 50_000
+
+
+def hashed(words: Tensor, order: int, rows: int) -> Tensor:
+    """Returns ids in [0, rows) of the n-grams that end at each word; words before the text are 0."""
+    total = torch.zeros_like(words)
+    for back in range(order):
+        total = (total ^ words.roll(back) + 1) * 0x9E3779B97F4A7C1 + order
+    return (total ^ total >> 29) % rows
+
+
+def batch(rows: int) -> Tensor:
+    words = torch.exp(torch.rand(POSITIONS, dtype=torch.float64) * torch.tensor(WORDS).log())
+    return torch.cat([hashed(words.long() - 1, order, rows) for order in (2, 3)])
+
+
+class Training:
+    def __init__(self, weight: nn.Parameter, make: Callable[[list[nn.Parameter]],
+                                                            torch.optim.Optimizer], sparse: bool):
+        self.embedding = nn.Embedding(*weight.shape, sparse=sparse, _weight=weight)
+        self.optimizer = make([self.embedding.weight])
+        self.rows, self.batches = len(weight), [batch(len(weight)) for _ in range(64)]
+        self.steps = 0
+
+    def step(self) -> None:
+        ids = self.batches[self.steps % len(self.batches)]
+        self.steps += 1
+        found = self.embedding(ids)
+        found.backward(torch.full_like(found, 0.1))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def bytes_per_row(self) -> float:
+        states = [
+            value for state in self.optimizer.state.values()
+            for value in state.values() if isinstance(value, Tensor)
+        ]
+        return sum(t.numel() * t.element_size()
+                   for t in (self.embedding.weight, *states)) / self.rows
+
+
+def in_memory(rows: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(rows, WIDTH, dtype=dtype).fill_(0.01))
+
+
+def ways(rows: int, folder: str | None) -> dict[str, Training]:
+    """Returns the trainings that fit in about 20 GB."""
+    short, full = torch.bfloat16, torch.float32
+    optim = xs.optim
+    made = {
+        "RowAdagrad, row-wise, bfloat16": Training(
+            in_memory(rows, short),
+            lambda p: optim.RowAdagrad(p, lr=0.01, row_wise=True, stochastic_rounding=True), True)
+    }
+    if rows <= 20_000_000:
+        made["RowAdam, row-wise, bfloat16"] = Training(
+            in_memory(rows, short), lambda p: optim.RowAdam(p, lr=1e-3, row_wise=True, state_dtype=
+                                                            short, stochastic_rounding=True), True)
+    if rows <= 1_000_000:
+        made["RowAdam, float32"] = Training(in_memory(rows, full),
+                                            lambda p: optim.RowAdam(p, lr=1e-3), True)
+        made["torch SparseAdam, float32"] = Training(in_memory(rows, full),
+                                                     lambda p: torch.optim.SparseAdam(p, lr=1e-3),
+                                                     True)
+        made["torch AdamW, fused, float32"] = Training(
+            in_memory(rows, full), lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True), False)
+    if folder is not None:
+        weight = xs.tables.mapped(f"{folder}/{rows}.safetensors", rows, WIDTH, short, init=None,
+                                  progress=False)
+        made["RowAdagrad, row-wise, bfloat16, in a file"] = Training(
+            weight, lambda p: optim.RowAdagrad(p, lr=0.01, row_wise=True, stochastic_rounding=True),
+            True)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
+    parser.add_argument("--folder", help="for a table in a file")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=21)
+    add_json(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    rows, figures, medians = [], [], {}
+    for count in args.rows:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            made = ways(count, folder if args.folder else None)
+            seconds = turns({name: one.step for name, one in made.items()}, args.repeats, 5)
+            for name, values in seconds.items():
+                medians[count, name] = statistics.median(values)
+                rows.append({
+                    "rows": f"{count:,}", "table and optimizer": name,
+                    "step": f"{1e3 * medians[count, name]:.2f} ms",
+                    "bytes per row": f"{made[name].bytes_per_row():.0f}"
+                })
+            made.clear()
+    smallest, largest = min(args.rows), max(args.rows)
+    for (count, name), value in medians.items():
+        if count == smallest and name.startswith("Row"):
+            for other in ("torch SparseAdam, float32", "torch AdamW, fused, float32"):
+                if (count, other) in medians:
+                    figures.append({
+                        "figure": f"{count:,} rows: {name} / {other}",
+                        "value": value / medians[count, other]
+                    })
+            if count < largest and (largest, name) in medians:
+                figures.append({
+                    "figure": f"{name}: {largest:,} rows / {smallest:,}",
+                    "value": medians[largest, name] / value
+                })
+    report(args, __doc__,
+           question="What does a step cost over an embedding table of 100,000,000 rows?",
+           against="torch.optim.SparseAdam and fused AdamW",
+           tables=[table(rows, columns=list(rows[0])),
+                   figures_table(figures)], figures=figures)
+
+
+if __name__ == "__main__":
+    main()
