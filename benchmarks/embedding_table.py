@@ -66,7 +66,7 @@ class Training:
 
 
 def in_memory(rows: int, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(rows, WIDTH, dtype=dtype).fill_(0.01))
+    return xs.tables.in_memory(rows, WIDTH, dtype, init=lambda table: table.fill_(0.01))
 
 
 def ways(rows: int, folder: str | None) -> dict[str, Training]:

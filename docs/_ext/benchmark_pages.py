@@ -38,6 +38,7 @@ TITLES = {
     "xr_linear_ranks": "Extreme multi-label on several ranks",
     "kill_ranks": "Recovery from killed ranks",
     "mapped_table": "Tables in files",
+    "embedding_table": "Very large embedding tables",
     "id_table": "Raw ids",
     "resize_classes": "Adding new classes",
     "streaming_counts": "Counting a stream of ids",
