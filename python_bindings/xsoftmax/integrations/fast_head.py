@@ -88,7 +88,7 @@ class FastHead:
         16 bits."""
         if scores.dtype not in (torch.bfloat16, torch.float16):
             return False
-        best = scores.topk(self._depth, sorted=True).values
+        best = scores.topk(cast(int, self._depth), sorted=True).values
         return bool((best[:, -1] >= best[:, self._wanted - 1]).any())
 
     def check(self, scores: Tensor) -> None:
@@ -229,9 +229,11 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
         raise UnsupportedHeadError(f"{owner}: expected a head that no bias follows, got one with a "
                                    "bias after it")
     head = FastHead(linear, k)
-    for module, mixin in ((linear, _FastLinear), (model, _FastModel)):
+    parts: List[Tuple[Any, Any]] = [(linear, _FastLinear), (model, _FastModel)]
+    for module, mixin in parts:
         object.__setattr__(module, "_fast_head", head)
-        module.__class__ = _derive(mixin, type(module))
+        kind: Any = type(module)
+        module.__class__ = _derive(mixin, kind)
     return head
 
 
@@ -244,6 +246,7 @@ def slow_head(model: Any) -> None:
     if not isinstance(model, _FastModel):
         raise ValueError(f"slow_head of {type(model).__name__}: expected a model of fast_head, got "
                          "another")
-    for module in (model._fast_head.linear, model):
+    parts: List[Any] = [model._fast_head.linear, model]
+    for module in parts:
         module.__class__ = module._slow_class
         del module._fast_head

@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-
-from xsoftmax.integrations.transformers import (FastHead, UnsupportedHeadError, fast_head,
-                                                replace_head, restore_head, slow_head)
 import xsoftmax as xs
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install xsoftmax[integrations]")
+glue = pytest.importorskip("xsoftmax.integrations.transformers",
+                           reason="accelerate is not installed: pip install xsoftmax[integrations]")
+fast_head, slow_head = glue.fast_head, glue.slow_head
 
 V, D = 500, 32
 PROMPT = torch.tensor([[3, 17, 9, 250], [8, 8, 41, 5]])
@@ -115,7 +117,7 @@ def test_calls_outside_of_generate_and_hidden_states_that_are_not_finite():
 def test_it_is_undone_and_refuses_other_models():
     model = gpt2()
     kinds = type(model), type(model.lm_head)
-    assert isinstance(fast_head(model, k=3), FastHead)
+    assert isinstance(fast_head(model, k=3), glue.FastHead)
     with pytest.raises(
             ValueError, match="fast_head of GPT2LMHeadModel: expected a model whose "
             "head is not fast yet"):
@@ -129,12 +131,12 @@ def test_it_is_undone_and_refuses_other_models():
         fast_head(model, 0)
     with pytest.raises(TypeError, match="a model that generates"):
         fast_head(torch.nn.Linear(2, 2))
-    loss = replace_head(model, xs.LinearCrossEntropyLoss)
+    loss = glue.replace_head(model, xs.LinearCrossEntropyLoss)
     want = made(model)
     fast_head(model)
     assert torch.equal(made(model), want)
     slow_head(model)
-    restore_head(model, loss)
+    glue.restore_head(model, loss)
     assert (type(model), type(model.lm_head)) == kinds
 
 
@@ -173,5 +175,5 @@ def test_a_bias_after_the_head_is_refused():
         transformers.BartConfig(vocab_size=V, d_model=D, encoder_layers=1, decoder_layers=1,
                                 encoder_attention_heads=2, decoder_attention_heads=2,
                                 encoder_ffn_dim=D, decoder_ffn_dim=D))
-    with pytest.raises(UnsupportedHeadError, match="a bias after it"):
+    with pytest.raises(glue.UnsupportedHeadError, match="a bias after it"):
         fast_head(model)

@@ -10,8 +10,8 @@ import xsoftmax as xs
 
 
 def flags_of(tensor):
-    """Returns the flags of the memory mapping of a tensor's last element."""
-    address = tensor.data_ptr() + tensor.nbytes - 1
+    """Returns the flags of the memory mapping of a tensor's middle."""
+    address = tensor.data_ptr() + tensor.nbytes // 2
     flags, inside = None, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
