@@ -4,7 +4,7 @@
 #include "op/optional.h"
 #include "op/options.h"
 #include "matcher/canonical_rows.h"
-#include "matcher/label_layers.h"
+#include "tree/label_layers.h"
 #include "matcher/linear_layer.h"
 #include "matcher/node_rows.h"
 #include "matcher/sparse_row_sums.h"

@@ -25,11 +25,11 @@ Pairs = Tuple[Tensor, Tensor]  # the offsets and columns of a matrix
 Names = Union[str, Sequence[str], None]  # one for all layers, or one per layer
 Only = Union[Tensor, Sequence[int], Matrix, None]
 
-_MATCHER_AWARE = 2  # csrc/matcher/label_layers.h
+_MATCHER_AWARE = 2  # csrc/tree/label_layers.h
 
 
 class Layers:
-    """The layers of a tree (csrc/matcher/label_layers.h)."""
+    """The layers of a tree (csrc/tree/label_layers.h)."""
     def __init__(self, tree: LabelTree):
         self.first_child, self.label_nodes, self.labels = torch.ops.xsoftmax.label_layers(
             tree.tables(), tree.layer_sizes)
@@ -101,7 +101,7 @@ class LayerTraining:
     features: int
     layers: Layers
     negatives: List[int]
-    """The rules of each layer (csrc/matcher/label_layers.h)."""
+    """The rules of each layer (csrc/tree/label_layers.h)."""
     pairs: Pairs
     """Examples and labels."""
     relevance: Optional[Tensor]

@@ -1,4 +1,4 @@
-#include "matcher/label_layers.h"
+#include "tree/label_layers.h"
 
 #include "op/checks.h"
 #include "op/operators.h"
