@@ -28,7 +28,7 @@ WIDTH, POSITIONS, WORDS = 64, 4096, 50_000
 
 
 def hashed(words: Tensor, order: int, rows: int) -> Tensor:
-    """Returns ids in [0, rows) of the n-grams that end at each word; words before the text are 0."""
+    """Returns ids in [0, rows) of the n-grams that end at each word of a text that is a circle."""
     total = torch.zeros_like(words)
     for back in range(order):
         total = (total ^ words.roll(back) + 1) * 0x9E3779B97F4A7C1 + order

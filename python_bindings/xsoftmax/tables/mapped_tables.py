@@ -25,9 +25,9 @@ def as_linear(rows: Tensor) -> None:
 
 def in_memory(num_rows: int, width: Optional[int] = None, dtype: torch.dtype = torch.float32, *,
               init: Optional[Callable[[Tensor], object]] = as_linear) -> nn.Parameter:
-    """Returns a parameter ``[num_rows, width]``, or ``[num_rows]`` without a width, in huge pages of
-    the CPU's memory, where they are supported. In a table of gigabytes, lookups and updates of rows
-    take a fraction of their time in ordinary pages. For an embedding::
+    """Returns a parameter ``[num_rows, width]``, or ``[num_rows]`` without a width, in huge pages
+    of the CPU's memory, where they are supported: they make access to rows of a table of gigabytes
+    faster. For an embedding::
 
         weight = xs.tables.in_memory(100_000_000, 64, torch.bfloat16)
         embedding = nn.Embedding(*weight.shape, sparse=True, _weight=weight)
