@@ -84,7 +84,7 @@ def measure(model: transformers.LlamaForCausalLM, corpus: Corpus, batch: int, to
     hook.remove()
     counts = head.fast_steps, head.dense_steps, head.cells_read
     whole = interleave({"dense": lambda: decode(model), "fast": lambda: decode(searching)}, 3, 0)
-    head.plan(model.generation_config, [])  # as in a call of generate
+    head.begin_call(model.generation_config, [])  # as in a call of generate
     searching.lm_head(hidden[0])
 
     def answer(head: Callable[[torch.Tensor], object]) -> None:

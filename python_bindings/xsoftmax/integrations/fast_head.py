@@ -1,8 +1,9 @@
 """Generation that reads only a part of the head of a Transformers model."""
 
 import functools
+import threading
 import warnings
-from typing import Any, List, Optional, Tuple, Type, cast
+from typing import Any, Dict, List, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,21 @@ from .logits import UnsupportedHeadError
 # Processors that remove the tokens that end a text.
 _REMOVE_ENDS = (logits_process.MinLengthLogitsProcessor,
                 logits_process.MinNewTokensLengthLogitsProcessor)
+_SHORT = (torch.bfloat16, torch.float16)
 _MARGIN = 8  # tokens more, since 16-bit logits are often equal
+
+
+class _Call:
+    """A call of ``generate`` whose tokens can be searched.
+
+    Attributes:
+        wanted, depth: the numbers of best tokens that a step needs, and searches for.
+        is_checked: whether the first step was taken.
+        first_logits: its logits [Q, N], until :meth:`FastHead.check`.
+    """
+    def __init__(self, wanted: int, depth: int) -> None:
+        self.wanted, self.depth, self.is_checked = wanted, depth, False
+        self.first_logits: Optional[Tensor] = None
 
 
 class FastHead:
@@ -25,7 +40,8 @@ class FastHead:
     Attributes:
         k: the largest ``top_k`` of sampling that is read from the index.
         fast_steps, dense_steps: the numbers of decoding steps, counted per sequence, whose tokens
-            came from the index, and for which all tokens were scored.
+            came from the index, and for which all tokens were scored. Calls of ``generate`` that
+            always need all scores are not counted.
         cells_read: the number of cells of the index that the fast steps read. All of them:
             ``fast_steps * num_cells``.
         num_cells: the number of cells of the index.
@@ -33,12 +49,7 @@ class FastHead:
     def __init__(self, linear: nn.Linear, k: int) -> None:
         self.linear, self.k = linear, k
         self.fast_steps = self.dense_steps = self.cells_read = self.num_cells = 0
-        # The numbers of best tokens that a step of the current call needs, and searches for. None:
-        # it needs the logits of all tokens.
-        self._wanted = 0
-        self._depth: Optional[int] = None
-        # Of the first step of a call: whether it was taken, and its logits until check().
-        self._is_checked, self._first_logits = False, cast(Optional[Tensor], None)
+        self._calls: Dict[int, _Call] = {}  # by thread
         self._versions: Optional[Tuple[Any, ...]] = None
         self._index: Optional[SearchIndex] = None
 
@@ -53,65 +64,65 @@ class FastHead:
     def logits(self, hidden: Tensor) -> Optional[Tensor]:
         """Returns logits [*, N] of hidden states [*, D] that are -inf except for the best tokens.
         None: the current step needs the logits of all tokens."""
-        classes = self.linear.out_features
-        is_step = hidden.dim() < 3 or hidden.shape[-2] == 1
-        if self._depth is None or self._depth >= classes or not is_step or (
-                torch.is_grad_enabled() and (hidden.requires_grad or self.linear.training)):
-            self.dense_steps += hidden[..., 0].numel() if self._depth is not None else 0
+        call = None if torch.compiler.is_compiling() else self._calls.get(threading.get_ident())
+        if call is None:
             return None
-        if not self._is_checked:
-            self._is_checked = True
-            self.dense_steps += hidden[..., 0].numel()
-            logits = nn.functional.linear(hidden, self.linear.weight, self.linear.bias)
-            self._first_logits = logits.reshape(-1, classes)
-            return logits
         queries = hidden.reshape(-1, hidden.shape[-1])
-        found = self.index().search(queries, self._depth, None, None)
-        if not found.certified.all():  # a hidden state that is not finite
+        logits = self._search(call, hidden, queries)
+        if logits is None:
             self.dense_steps += len(queries)
+            return None
+        return logits.reshape(*hidden.shape[:-1], -1)
+
+    def _search(self, call: _Call, hidden: Tensor, queries: Tensor) -> Optional[Tensor]:
+        """Returns logits [Q, N], or None."""
+        is_step = hidden.dim() < 3 or hidden.shape[-2] == 1
+        if call.depth >= self.linear.out_features or not is_step or (torch.is_grad_enabled()
+                                                                     and hidden.requires_grad):
+            return None
+        if not call.is_checked:
+            call.is_checked = True
+            call.first_logits = nn.functional.linear(queries, self.linear.weight, self.linear.bias)
+            return None
+        found = self.index().search(queries, call.depth, None, None)
+        if not found.certified.all():  # a hidden state that is not finite
             return None
         # Multiplied again as the head does, for the same rounding.
         ids = found.ids.unique()
         bias = None if self.linear.bias is None else self.linear.bias[ids]
         scores = nn.functional.linear(queries, self.linear.weight[ids], bias)
-        if self._may_tie(scores):
-            self.dense_steps += len(queries)
-            return None
+        if scores.dtype in _SHORT:  # the last of the found tokens may equal one that is needed
+            best = scores.topk(call.depth, sorted=True).values
+            if (best[:, -1] >= best[:, call.wanted - 1]).any():
+                return None
         self.fast_steps += len(queries)
         self.cells_read += int(found.cells_read.sum())
-        logits = scores.new_full((len(queries), classes), -torch.inf)
+        logits = scores.new_full((len(queries), self.linear.out_features), -torch.inf)
         logits[:, ids] = scores
-        return logits.reshape(*hidden.shape[:-1], classes)
-
-    def _may_tie(self, scores: Tensor) -> bool:
-        """Whether the last of the found tokens may equal one that a step needs, in the rounding of
-        16 bits."""
-        if scores.dtype not in (torch.bfloat16, torch.float16):
-            return False
-        best = scores.topk(cast(int, self._depth), sorted=True).values
-        return bool((best[:, -1] >= best[:, self._wanted - 1]).any())
+        return logits
 
     def check(self, scores: Tensor) -> None:
-        """Compares the first logits [Q, N] of a call with what the model made of them. A model may
+        """Compares the first logits of a call with what the model made of them, [Q, N]. A model may
         scale or cap its logits; if it changes their order, all tokens are scored."""
-        logits, self._first_logits = self._first_logits, None
-        if logits is None or self._depth is None:
+        call = self._calls.get(threading.get_ident())
+        if call is None or call.first_logits is None:
             return
-        order = logits.to(scores).argsort(1)
-        if scores.shape != logits.shape or (scores.gather(1, order).diff(dim=1) < 0).any():
-            self._depth = None
+        logits, call.first_logits = call.first_logits, None
+        if scores.shape != logits.shape or (scores.gather(1, logits.argsort(1)).diff(dim=1)
+                                            < 0).any():
+            self.end_call()
             warnings.warn(
                 "fast_head: the model changes the order of logits after its head, so all "
                 "tokens are scored", stacklevel=2)
 
-    def plan(self, config: Any, processors: List[Any]) -> None:
-        """Sets the number of best tokens that decide each step of a call of ``generate``."""
-        self._depth, self._is_checked, self._first_logits, wanted = None, False, None, 1
+    def begin_call(self, config: Any, processors: List[Any]) -> None:
+        """Begins a call of ``generate`` on this thread, if its tokens can be searched."""
+        self.end_call()
         has_scores = config.return_dict_in_generate and (config.output_scores
                                                          or config.output_logits)
         if (config.num_beams or 1) > 1 or has_scores:
             return
-        ends = getattr(config, "eos_token_id", None)
+        ends, wanted = getattr(config, "eos_token_id", None), 1
         num_ends = len(ends) if isinstance(ends, (list, tuple)) else 1
         for processor in processors:
             if isinstance(processor, _REMOVE_ENDS):
@@ -126,8 +137,11 @@ class FastHead:
         else:
             if config.do_sample:
                 return
-        is_short = self.linear.weight.dtype in (torch.bfloat16, torch.float16)
-        self._wanted, self._depth = wanted, wanted + (_MARGIN if is_short else 0)
+        margin = _MARGIN if self.linear.weight.dtype in _SHORT else 0
+        self._calls[threading.get_ident()] = _Call(wanted, wanted + margin)
+
+    def end_call(self) -> None:
+        self._calls.pop(threading.get_ident(), None)
 
 
 class _Check(logits_process.LogitsProcessor):
@@ -141,7 +155,7 @@ class _Check(logits_process.LogitsProcessor):
 
 
 class _FastLinear:
-    """Mixin that lets a FastHead answer; :func:`_derive_linear` derives from both."""
+    """Mixin that lets a FastHead answer; :func:`_derive` derives from both."""
 
     _fast_head: FastHead
     _slow_class: Type[nn.Module]
@@ -152,23 +166,23 @@ class _FastLinear:
 
 
 class _FastModel:
-    """Mixin that plans each call of ``generate``; :func:`_derive_model` derives from both."""
+    """Mixin for greedy decoding and sampling; :func:`_derive` derives from both."""
 
     _fast_head: FastHead
     _slow_class: Type[nn.Module]
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        """The loop of these two modes in ``generate``. Other modes do not call it."""
+        head = self._fast_head
+        processors, config = kwargs.get("logits_processor"), kwargs.get("generation_config")
+        if processors is not None and config is not None:
+            head.begin_call(config, processors)
+            kwargs["logits_processor"] = logits_process.LogitsProcessorList(
+                [_Check(head), *processors])
         try:
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
+            return super()._sample(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self._fast_head._depth = self._fast_head._first_logits = None
-
-    def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-        processors = super()._get_logits_processor(  # type: ignore[misc]
-            generation_config, *args, **kwargs)
-        self._fast_head.plan(generation_config, processors)
-        processors.insert(0, _Check(self._fast_head))
-        return processors
+            head.end_call()
 
 
 @functools.cache
@@ -219,7 +233,7 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
     if isinstance(model, _FastModel):
         raise ValueError(f"{owner}: expected a model whose head is not fast yet, got one that is")
     linear = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if not hasattr(model, "_get_logits_processor") or linear is None:
+    if not hasattr(model, "_sample") or linear is None:
         raise TypeError(f"{owner}: expected a model that generates, with output embeddings")
     if not isinstance(linear, nn.Linear):
         raise UnsupportedHeadError(f"{owner}: expected its head as nn.Linear, got "

@@ -1,6 +1,7 @@
 """fast_head: generation through an index gives the tokens of the dense head."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -48,6 +49,8 @@ DENSE = [
     dict(do_sample=False, no_repeat_ngram_size=2),
     dict(do_sample=True, top_k=5, bad_words_ids=[[7]]),
     dict(do_sample=False, return_dict_in_generate=True, output_logits=True),
+    dict(do_sample=False,
+         custom_generate=lambda model, input_ids, **options: model(input_ids).logits),
     dict(do_sample=False, logits_processor=[lambda ids, scores: scores.roll(1, 1)]),
 ]
 
@@ -138,6 +141,28 @@ def test_it_is_undone_and_refuses_other_models():
     slow_head(model)
     glue.restore_head(model, loss)
     assert (type(model), type(model.lm_head)) == kinds
+
+
+def test_a_call_does_not_change_those_of_other_threads():
+    model = gpt2()
+    options = [dict(do_sample=False), dict(do_sample=False, num_beams=3)] * 4
+    want = [made(model, **each) for each in options]
+    head = fast_head(model)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda each: made(model, **each), options))
+    assert all(map(torch.equal, found, want)) and head.fast_steps > 0
+
+
+def test_assisted_generation_scores_all_tokens():
+    model, prompt = gpt2(), PROMPT[:1].repeat(1, 3)
+
+    def found():
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12,
+                              do_sample=False, prompt_lookup_num_tokens=2)
+
+    want = found()
+    head = fast_head(model)
+    assert torch.equal(found(), want) and head.fast_steps == 0
 
 
 class Reordered(transformers.GPT2LMHeadModel):
