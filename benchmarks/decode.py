@@ -86,6 +86,7 @@ def measure(model: transformers.LlamaForCausalLM, corpus: Corpus, batch: int, to
     whole = interleave({"dense": lambda: decode(model), "fast": lambda: decode(searching)}, 3, 0)
     head.begin_call(model.generation_config, [])  # as in a call of generate
     searching.lm_head(hidden[0])
+    head.check(model.lm_head(hidden[0])[:, -1])
 
     def answer(head: Callable[[torch.Tensor], object]) -> None:
         for states in hidden:

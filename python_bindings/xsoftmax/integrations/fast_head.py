@@ -3,14 +3,15 @@
 import functools
 import threading
 import warnings
-from typing import Any, Dict, List, Optional, Tuple, Type
+from typing import Any, Callable, Dict, List, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
-from transformers.generation import logits_process
+from transformers.generation import GenerationMixin, logits_process
 
+from .._core import hooks
 from .._core.checks import check_count
-from ..retrieval import SearchIndex, _version
+from ..retrieval import SearchIndex, _count_fused_step, _version
 from .heads import find_bias
 from .logits import UnsupportedHeadError
 
@@ -18,7 +19,7 @@ from .logits import UnsupportedHeadError
 _REMOVE_ENDS = (logits_process.MinLengthLogitsProcessor,
                 logits_process.MinNewTokensLengthLogitsProcessor)
 _SHORT = (torch.bfloat16, torch.float16)
-_MARGIN = 8  # tokens more, since 16-bit logits are often equal
+_MARGIN = 8  # extra tokens, since 16-bit logits are often equal
 
 
 class _Call:
@@ -26,8 +27,8 @@ class _Call:
 
     Attributes:
         wanted, depth: the numbers of best tokens that a step needs, and searches for.
-        is_checked: whether the first step was taken.
-        first_logits: its logits [Q, N], until :meth:`FastHead.check`.
+        is_checked: whether :meth:`FastHead.check` was called; all tokens are scored until then.
+        first_logits: the last logits before the check.
     """
     def __init__(self, wanted: int, depth: int) -> None:
         self.wanted, self.depth, self.is_checked = wanted, depth, False
@@ -39,10 +40,11 @@ class FastHead:
 
     Attributes:
         k: the largest ``top_k`` of sampling that is read from the index.
-        fast_steps, dense_steps: the numbers of decoding steps, counted per sequence, whose tokens
-            came from the index, and for which all tokens were scored. Calls of ``generate`` that
-            always need all scores are not counted.
-        cells_read: the number of cells of the index that the fast steps read. All of them:
+        fast_steps, dense_steps: the numbers of hidden states, one per sequence and step, whose best
+            tokens came from the index, and for which all tokens were scored. The latter include the
+            prompt's where the model scores all of its positions. Calls of ``generate`` that always
+            need all scores are not counted.
+        cells_read: the number of cells of the index that the fast steps read, out of
             ``fast_steps * num_cells``.
         num_cells: the number of cells of the index.
     """
@@ -61,28 +63,27 @@ class FastHead:
             self._versions, self.num_cells = versions, self._index.num_cells
         return self._index
 
-    def logits(self, hidden: Tensor) -> Optional[Tensor]:
-        """Returns logits [*, N] of hidden states [*, D] that are -inf except for the best tokens.
-        None: the current step needs the logits of all tokens."""
+    def answer(self, hidden: Tensor, score_all: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns the logits [*, N] of hidden states [*, D]: -inf except for the best tokens, or,
+        if a step needs the others too, all of them by ``score_all``."""
         call = None if torch.compiler.is_compiling() else self._calls.get(threading.get_ident())
         if call is None:
-            return None
+            return score_all(hidden)
         queries = hidden.reshape(-1, hidden.shape[-1])
-        logits = self._search(call, hidden, queries)
-        if logits is None:
-            self.dense_steps += len(queries)
-            return None
-        return logits.reshape(*hidden.shape[:-1], -1)
+        found = self._search(call, hidden, queries)
+        if found is not None:
+            return found.reshape(*hidden.shape[:-1], -1)
+        self.dense_steps += len(queries)
+        logits = score_all(hidden)
+        if not call.is_checked:
+            call.first_logits = logits.detach()
+        return logits
 
     def _search(self, call: _Call, hidden: Tensor, queries: Tensor) -> Optional[Tensor]:
-        """Returns logits [Q, N], or None."""
+        """Returns the logits [Q, N] of the best tokens, or None if the step needs others too."""
         is_step = hidden.dim() < 3 or hidden.shape[-2] == 1
-        if call.depth >= self.linear.out_features or not is_step or (torch.is_grad_enabled()
-                                                                     and hidden.requires_grad):
-            return None
-        if not call.is_checked:
-            call.is_checked = True
-            call.first_logits = nn.functional.linear(queries, self.linear.weight, self.linear.bias)
+        if not call.is_checked or call.depth >= self.linear.out_features or not is_step or (
+                torch.is_grad_enabled() and hidden.requires_grad):
             return None
         found = self.index().search(queries, call.depth, None, None)
         if not found.certified.all():  # a hidden state that is not finite
@@ -103,17 +104,24 @@ class FastHead:
 
     def check(self, scores: Tensor) -> None:
         """Compares the first logits of a call with what the model made of them, [Q, N]. A model may
-        scale or cap its logits; if it changes their order, all tokens are scored."""
+        scale or cap its logits. If it changes their order, or, in 16 bits, their values, which may
+        then be equal more often, all tokens are scored."""
         call = self._calls.get(threading.get_ident())
-        if call is None or call.first_logits is None:
+        if call is None or call.is_checked or call.first_logits is None:
             return
-        logits, call.first_logits = call.first_logits, None
-        if scores.shape != logits.shape or (scores.gather(1, logits.argsort(1)).diff(dim=1)
-                                            < 0).any():
-            self.end_call()
-            warnings.warn(
-                "fast_head: the model changes the order of logits after its head, so all "
-                "tokens are scored", stacklevel=2)
+        logits, call.first_logits, call.is_checked = call.first_logits, None, True
+        logits = (logits[:, -1] if logits.dim() == 3 else logits).to(scores.device, scores.dtype)
+        if scores.shape == logits.shape:
+            if torch.equal(scores, logits):
+                return
+            order = logits.argsort(1)
+            if self.linear.weight.dtype not in _SHORT and not (scores.gather(1, order).diff(dim=1)
+                                                               < 0).any():
+                return
+        self.end_call()
+        warnings.warn(
+            "fast_head: the model changes the logits after its head in a way that may change "
+            "the best tokens, so all tokens are scored", stacklevel=2)
 
     def begin_call(self, config: Any, processors: List[Any]) -> None:
         """Begins a call of ``generate`` on this thread, if its tokens can be searched."""
@@ -122,17 +130,16 @@ class FastHead:
                                                          or config.output_logits)
         if (config.num_beams or 1) > 1 or has_scores:
             return
-        ends, wanted = getattr(config, "eos_token_id", None), 1
-        num_ends = len(ends) if isinstance(ends, (list, tuple)) else 1
+        wanted = 1
         for processor in processors:
-            if isinstance(processor, _REMOVE_ENDS):
-                wanted += num_ends
-            elif isinstance(processor, logits_process.TopKLogitsWarper):
+            if type(processor) in _REMOVE_ENDS:
+                wanted += processor.eos_token_id.numel()
+            elif type(processor) is logits_process.TopKLogitsWarper:
                 if processor.top_k > self.k:
                     return
                 wanted += processor.top_k - 1
                 break  # those that follow see the same -inf as with all logits
-            elif not isinstance(processor, logits_process.TemperatureLogitsWarper):
+            elif type(processor) is not logits_process.TemperatureLogitsWarper:
                 return
         else:
             if config.do_sample:
@@ -161,8 +168,7 @@ class _FastLinear:
     _slow_class: Type[nn.Module]
 
     def forward(self, input: Tensor) -> Tensor:
-        logits = self._fast_head.logits(input)
-        return super().forward(input) if logits is None else logits  # type: ignore[misc]
+        return self._fast_head.answer(input, super().forward)  # type: ignore[misc]
 
 
 class _FastModel:
@@ -207,12 +213,17 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
     - Greedy decoding, and sampling with ``top_k`` of at most k, use the index; temperature,
       ``top_p``, ``min_p`` and others that Transformers applies after ``top_k``, and a minimum
       length, included.
-    - Beams, penalties, banned and forced tokens, own logits processors, and ``output_scores`` or
-      ``output_logits`` need the scores of other tokens; then all are scored, as without this call.
-    - Calls of the model outside of ``generate()`` are as before.
+    - Beams, assisted and custom generation, penalties, banned and forced tokens, custom logits
+      processors, compiled models, and ``output_scores`` or ``output_logits`` need the scores of
+      other tokens; then all are scored, as without this call.
+    - Calls of the model outside of ``generate()`` are as before. A stopping criterion or streamer
+      that calls the model inside of it receives the logits of the best tokens only.
     - The first step of a call scores all tokens and checks that the model keeps the order of its
-      head's logits, as scales and caps do. If it does not, a warning says so, and all are scored.
-    - The index is built in the first call, and again after the weights have changed.
+      head's logits, as scales and caps do, and in 16 bits their values. Otherwise a warning says
+      so, and all are scored.
+    - The index is built in the first call, and again after the weights have changed, except by
+      writes that PyTorch does not count, such as those through ``.data``.
+    - Call :func:`slow_head` before pickling the model; ``save_pretrained`` works.
 
     How much it saves depends on the weights: see ``head.cells_read`` and :doc:`/howto/retrieval`.
 
@@ -232,22 +243,30 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
     check_count(owner, "k", k, 1)
     if isinstance(model, _FastModel):
         raise ValueError(f"{owner}: expected a model whose head is not fast yet, got one that is")
-    linear = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if not hasattr(model, "_sample") or linear is None:
-        raise TypeError(f"{owner}: expected a model that generates, with output embeddings")
-    if not isinstance(linear, nn.Linear):
-        raise UnsupportedHeadError(f"{owner}: expected its head as nn.Linear, got "
+    if not isinstance(model, GenerationMixin) or not hasattr(model, "_sample"):
+        raise TypeError(
+            f"{owner}: expected a PreTrainedModel that generates, such as the base model "
+            "of a PeftModel")
+    linear = model.get_output_embeddings()
+    kind: Any = getattr(linear, "_base_class", type(linear))  # of a replaced head: its class before
+    if not isinstance(linear, nn.Linear) or kind.forward is not nn.Linear.forward or (
+            "forward" in vars(linear)):
+        raise UnsupportedHeadError(f"{owner}: expected its head as a plain nn.Linear, got "
                                    f"{type(linear).__name__}")
+    if isinstance(linear, _FastLinear):
+        raise ValueError(
+            f"{owner}: expected a head that is not fast yet, got that of another model")
     name = next(key for key, module in model.named_modules() if module is linear)
     if find_bias(model, name, linear) is not None:
         raise UnsupportedHeadError(f"{owner}: expected a head that no bias follows, got one with a "
                                    "bias after it")
+    hooks.after_steps(_count_fused_step)
     head = FastHead(linear, k)
     parts: List[Tuple[Any, Any]] = [(linear, _FastLinear), (model, _FastModel)]
     for module, mixin in parts:
         object.__setattr__(module, "_fast_head", head)
-        kind: Any = type(module)
-        module.__class__ = _derive(mixin, kind)
+        old_class: Any = type(module)
+        module.__class__ = _derive(mixin, old_class)
     return head
 
 
