@@ -99,7 +99,7 @@ void Bisection::add_all(const int32_t* rows, int64_t size) {
     changes_.push_back({rows[i], 1});
   }
   if (adds_in_blocks()) {
-    touched_.resize(vectors_.features); // a part of the work, even if some do not occur
+    touched_.resize(vectors_.features); // most of them occur
     std::iota(touched_.begin(), touched_.end(), int32_t(0));
     add_changes(total_);
     return;

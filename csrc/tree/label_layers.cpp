@@ -13,6 +13,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <limits>
 #include <sstream>
 
 namespace xsoftmax {
@@ -111,7 +112,8 @@ std::tuple<Tensor, Tensor> parent_rows(int64_t negatives, at::TensorList pairs,
     const int64_t count = pairs[0].size(0) - 1;
     return {at::tensor({int64_t(0), count}, at::kLong), at::arange(count, at::kInt)};
   }
-  TORCH_CHECK_VALUE(num_nodes >= 0, op, ": expected num_nodes of at least 0, got ", num_nodes);
+  TORCH_CHECK_VALUE(num_nodes >= 0 && num_nodes < std::numeric_limits<int32_t>::max(), op,
+                    ": expected num_nodes in [0, 2^31 - 1), got ", num_nodes);
   std::vector<Tensor> offsets, columns, nodes;
   const auto add = [&](int64_t rule, const char* name, at::TensorList matrix,
                        const Tensor& column_nodes) {

@@ -25,7 +25,7 @@ LabelTreeNodes label_tree_from_vectors(const Tensor& seed, const Tensor& vectors
                     ": expected max_leaf_size of at least 1, or 0 for none, got ",
                     tree_options.max_leaf_size);
   TORCH_CHECK_VALUE(tree_options.balanced || tree_options.max_leaf_size > 0, op,
-                    ": expected max_leaf_size with balanced=false, got none");
+                    ": expected max_leaf_size of at least 1 with balanced=false, got 0");
   if (tree_options.max_leaf_size == 0) {
     return label_tree_balanced(label_tree_kmeans_order(seed, vectors.detach().cpu(),
                                                        tree_options.arity, tree_options.iterations),

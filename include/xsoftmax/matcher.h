@@ -173,7 +173,7 @@ Examples read_examples(const std::string& path);
 namespace xsoftmax {
 
 /// Options of XRLinear::train, set by chained calls. Names and defaults are those of
-/// xsoftmax.XRLinear.train in Python, whose `resume` and `group` are only there.
+/// xsoftmax.XRLinear.train in Python. `resume` and `group` exist only in Python.
 struct XRLinearTrainOptions {
   /// A tree over the labels, with all labels in its last layer. Null: LabelTree::from_vectors of
   /// label_vectors::pifa(examples), with arity and max_leaf_size.

@@ -14,7 +14,7 @@ from typing import Any, Iterator, List, Optional, Sequence, Tuple, TYPE_CHECKING
 import numpy as np
 import torch
 
-from ._core.checks import as_tensor, check_bool, check_count
+from ._core.checks import check_bool, check_count
 from ._core.files import open_regular
 from ._core.public import public_names
 from ._core.sparse import canonical, csr_matrix
@@ -159,6 +159,10 @@ def read_libsvm(
     except ImportError as error:
         raise ImportError("read_libsvm: expected scikit-learn to be installed: pip install "
                           "scikit-learn") from error
+    if classes is not None and (np.asarray(classes).ndim != 1
+                                or np.asarray(classes).dtype.kind not in "iuf"):
+        raise TypeError("read_libsvm: expected classes as a list of numbers, got "
+                        f"{type(classes).__name__}")
     if zero_based is not None:
         check_bool("read_libsvm", "zero_based", zero_based)
     if num_features is not None:
@@ -171,8 +175,7 @@ def read_libsvm(
         raise ValueError(f"read_libsvm: expected {fspath(path)} in the format of LIBSVM: "
                          f"{error}") from error
     labels = np.array([label for row in found for label in row], np.float64)
-    kinds = np.unique(labels) if classes is None else as_tensor("read_libsvm", "classes",
-                                                                classes).double().numpy()
+    kinds = np.unique(labels) if classes is None else np.asarray(classes, np.float64)
     rows = np.repeat(np.arange(len(found)), [len(row) for row in found])
     Y = _label_matrix("read_libsvm", path, rows, labels, kinds, len(found))
     return canonical("read_libsvm", fspath(path), X), Y, kinds

@@ -248,14 +248,14 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
             f"{owner}: expected a PreTrainedModel that generates, such as the base model "
             "of a PeftModel")
     linear = model.get_output_embeddings()
+    if isinstance(linear, _FastLinear):
+        raise ValueError(
+            f"{owner}: expected a head that is not fast yet, got that of another model")
     kind: Any = getattr(linear, "_base_class", type(linear))  # of a replaced head: its class before
     if not isinstance(linear, nn.Linear) or kind.forward is not nn.Linear.forward or (
             "forward" in vars(linear)):
         raise UnsupportedHeadError(f"{owner}: expected its head as a plain nn.Linear, got "
                                    f"{type(linear).__name__}")
-    if isinstance(linear, _FastLinear):
-        raise ValueError(
-            f"{owner}: expected a head that is not fast yet, got that of another model")
     name = next(key for key, module in model.named_modules() if module is linear)
     if find_bias(model, name, linear) is not None:
         raise UnsupportedHeadError(f"{owner}: expected a head that no bias follows, got one with a "

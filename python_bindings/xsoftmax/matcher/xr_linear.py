@@ -342,6 +342,9 @@ class XRLinear:
         k = check_count("XRLinear.topk", "k", k, 0)
         if exclude is not None:
             check_tensor("XRLinear.topk", "exclude", exclude)
+            if exclude.dim() != 2:
+                raise ValueError("XRLinear.topk: expected exclude of shape [n, E], got "
+                                 f"{list(exclude.shape)}")
         size = k if exclude is None else k + exclude.shape[-1]
         offsets, labels, scores = self._predict(X, size, beam, dense, only, transform, combiner)
         counts = offsets.diff()

@@ -46,9 +46,10 @@ def in_memory(num_rows: int, width: Optional[int] = None, dtype: torch.dtype = t
     if init is not None and not callable(init):
         raise TypeError(f"{name}: expected init as a function of rows, or None, got "
                         f"{type(init).__name__}")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"{name}: expected a floating dtype, got {dtype}")
-    table = table_empty(*sizes, dtype=dtype)
+    if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        raise TypeError(f"{name}: expected dtype as float32, float64, bfloat16 or float16, got "
+                        f"{dtype}")
+    table = table_empty(*sizes, dtype=dtype, device="cpu")
     with torch.no_grad():
         table.zero_() if init is None else init(table)
     return nn.Parameter(table)

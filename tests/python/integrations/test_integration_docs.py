@@ -112,9 +112,20 @@ def test_every_program_of_the_page_is_tested():
     assert len(DIFFS) == len(PROGRAMS)
 
 
+def python_program(word):
+    """Returns the program of the page, other than those shown as changes, that has a word."""
+    programs = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (program,) = (each for each in programs if word in each)
+    return program
+
+
 def test_the_metrics_program_runs(folder):
     pytest.importorskip(
         "torchmetrics", reason="torchmetrics is not installed: pip install "
         "xsoftmax[integrations]")
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert 0 <= run(program)["value"] < 0.1  # random predictions among 5,000 classes
+    assert 0 <= run(python_program("torchmetrics"))["value"] < 0.1  # random among 5,000 classes
+
+
+def test_the_generation_program_runs():
+    result = run(python_program("fast_head"))
+    assert result["counts"][0] > 0 and result["tokens"].shape == (1, 22)

@@ -368,8 +368,9 @@ def test_layers_trained_together_equal_layers_trained_alone(half):
         torch.set_num_threads(threads)
 
 
-def test_a_failed_task_of_a_shared_parent_stops_all_threads():
-    """The tasks of a parent with 500 children share its rows; a weight beyond float16 fails."""
+def test_an_error_of_a_shared_parent_is_raised_on_several_threads():
+    """The tasks of a parent with 500 children share its rows. Weights too small for float16 raise
+    an error, and the next call works."""
     x, *layer = problem(rows=200, parents=1, children=500)
     threads = torch.get_num_threads()
     try:

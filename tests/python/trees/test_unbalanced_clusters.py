@@ -107,7 +107,8 @@ def test_wrong_options_are_refused():
     vectors, _ = groups([30, 3])
     with pytest.raises(TypeError, match="LabelTree.from_vectors: .*balanced"):
         xs.LabelTree.from_vectors(vectors, max_leaf_size=4, balanced="no")
-    with pytest.raises(ValueError, match="expected max_leaf_size with balanced=false"):
+    with pytest.raises(ValueError,
+                       match="expected max_leaf_size of at least 1 with balanced=false"):
         xs.LabelTree.from_vectors(torch.from_numpy(vectors.toarray()), balanced=False)
     with pytest.raises(ValueError, match="arity of at least 2"):
         build(vectors, 1)
