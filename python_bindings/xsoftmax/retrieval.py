@@ -36,6 +36,7 @@ class SearchIndex:
     that determine how many cells a recall takes; see :meth:`xsoftmax.LinearLoss.search`."""
     def __init__(self, weight: Tensor, bias: Optional[Tensor],
                  codewords: Optional[Tuple[Tensor, Tensor]] = None, num_codewords: int = 0) -> None:
+        hooks.after_steps(_count_fused_step)
         first, second = (None, None) if codewords is None else codewords
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
         self.tensors: List[Tensor] = long_work.run("search index",
@@ -142,7 +143,6 @@ def build_index(loss: TableModule, queries: Optional[Tensor] = None,
     if weight.is_meta:
         raise ValueError(f"{loss._name}: expected a table with values to search by an index, got "
                          f"one on {weight.device}")
-    hooks.after_steps(_count_fused_step)
     loss.catch_up()
     # Read before the build, so that writes by other threads during it make the index stale.
     versions = _version(weight), _version(bias)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.generation import GenerationMixin, logits_process
 
-from .._core import hooks
 from .._core.checks import check_count
-from ..retrieval import SearchIndex, _count_fused_step, _version
+from ..retrieval import SearchIndex, _version
 from .heads import find_bias
 from .logits import UnsupportedHeadError
 
@@ -260,7 +259,6 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
     if find_bias(model, name, linear) is not None:
         raise UnsupportedHeadError(f"{owner}: expected a head that no bias follows, got one with a "
                                    "bias after it")
-    hooks.after_steps(_count_fused_step)
     head = FastHead(linear, k)
     parts: List[Tuple[Any, Any]] = [(linear, _FastLinear), (model, _FastModel)]
     for module, mixin in parts:
