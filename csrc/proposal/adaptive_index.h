@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-// What the indices of all families of adaptive samplers have in common (adaptive.h), and another
-// number of classes for one.
+// The members that the indices of all families of adaptive samplers share (adaptive.h), and changes
+// of an index's number of classes.
 
 namespace xsoftmax {
 
