@@ -51,14 +51,18 @@ void check_nodes(const Tensor& nodes, int64_t num_nodes) {
 
 } // namespace
 
+void check_num_nodes(const char* op, int64_t num_nodes) {
+  TORCH_CHECK_VALUE(num_nodes >= 0 && num_nodes < std::numeric_limits<int32_t>::max(), op,
+                    ": expected num_nodes in [0, 2^31 - 1), got ", num_nodes);
+}
+
 NodeRows node_rows(at::TensorList offsets, at::TensorList columns, at::TensorList nodes,
                    int64_t num_nodes, const OptionalTensor& costs) {
   TORCH_CHECK_VALUE(
       !offsets.empty() && offsets.size() == columns.size() && offsets.size() == nodes.size(), kOp,
       ": expected offsets, columns and nodes of at least one matrix, got ", offsets.size(), ", ",
       columns.size(), " and ", nodes.size());
-  TORCH_CHECK_VALUE(num_nodes >= 0 && num_nodes < std::numeric_limits<int32_t>::max(), kOp,
-                    ": expected num_nodes in [0, 2^31 - 1), got ", num_nodes);
+  check_num_nodes(kOp, num_nodes);
   check::numbers(kOp, "offsets", offsets[0], at::kLong);
   const int64_t n = offsets[0].size(0) - 1;
   TORCH_CHECK_VALUE(n < std::numeric_limits<int32_t>::max(), kOp,

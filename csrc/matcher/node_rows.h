@@ -25,4 +25,7 @@ using NodeRows = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 NodeRows node_rows(at::TensorList offsets, at::TensorList columns, at::TensorList nodes,
                    int64_t num_nodes, const OptionalTensor& costs = {});
 
+/// Checks that the ids of nodes fit into int32.
+void check_num_nodes(const char* op, int64_t num_nodes);
+
 } // namespace xsoftmax

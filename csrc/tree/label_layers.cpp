@@ -3,6 +3,7 @@
 #include "op/checks.h"
 #include "op/operators.h"
 #include "matcher/node_rows.h"
+#include "table/sparse_rows.h"
 #include "tree/label_tree.h"
 #include "tree/tree_scores.h"
 
@@ -13,7 +14,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <limits>
 #include <sstream>
 
 namespace xsoftmax {
@@ -36,8 +36,7 @@ LabelLayers label_layers(at::TensorList tree, at::IntArrayRef layer_sizes) {
         {"parent", parent},
         {"node_class", node_class},
         {"class_node", class_node}}) {
-    check::dim(op, name, table, 1);
-    check::int64(op, name, table);
+    check::numbers(op, name, table, at::kLong);
   }
   check_layer_sizes(op, layer_sizes, node_class.size(0) - 1);
   check::size(op, "first_child", first_child, 0, node_class.size(0) + 1, "one more than the nodes");
@@ -112,8 +111,7 @@ std::tuple<Tensor, Tensor> parent_rows(int64_t negatives, at::TensorList pairs,
     const int64_t count = pairs[0].size(0) - 1;
     return {at::tensor({int64_t(0), count}, at::kLong), at::arange(count, at::kInt)};
   }
-  TORCH_CHECK_VALUE(num_nodes >= 0 && num_nodes < std::numeric_limits<int32_t>::max(), op,
-                    ": expected num_nodes in [0, 2^31 - 1), got ", num_nodes);
+  check_num_nodes(op, num_nodes);
   std::vector<Tensor> offsets, columns, nodes;
   const auto add = [&](int64_t rule, const char* name, at::TensorList matrix,
                        const Tensor& column_nodes) {

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, List, Optional, Union
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,17 @@ def as_linear(rows: Tensor) -> None:
     counts as D = 1."""
     bound = 1 / max(1, rows.shape[-1] if rows.dim() > 1 else 1)**0.5
     nn.init.uniform_(rows, -bound, bound)
+
+
+def _table_sizes(owner: str, num_rows: int, width: Optional[int], init: Any) -> List[int]:
+    """Returns the shape of a table, after checks of its arguments."""
+    sizes = [check_count(owner, "num_rows", num_rows, 0)]
+    if width is not None:
+        sizes.append(check_count(owner, "width", width, 0))
+    if init is not None and not callable(init):
+        raise TypeError(f"{owner}: expected init as a function of rows, or None, got "
+                        f"{type(init).__name__}")
+    return sizes
 
 
 def in_memory(num_rows: int, width: Optional[int] = None, dtype: torch.dtype = torch.float32, *,
@@ -41,11 +52,7 @@ def in_memory(num_rows: int, width: Optional[int] = None, dtype: torch.dtype = t
             nn.Linear. None: zeros.
     """
     name = "tables.in_memory"
-    sizes = [check_count(name, "num_rows", num_rows, 0)
-             ] + ([] if width is None else [check_count(name, "width", width, 0)])
-    if init is not None and not callable(init):
-        raise TypeError(f"{name}: expected init as a function of rows, or None, got "
-                        f"{type(init).__name__}")
+    sizes = _table_sizes(name, num_rows, width, init)
     if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise TypeError(f"{name}: expected dtype as float32, float64, bfloat16 or float16, got "
                         f"{dtype}")
@@ -94,11 +101,7 @@ def mapped(path: Union[str, "os.PathLike[str]"], num_rows: int, width: Optional[
         ValueError: the file has another format, shape, dtype or length.
     """
     name, path = "tables.mapped", os.fspath(path)
-    sizes = [check_count(name, "num_rows", num_rows, 0)
-             ] + ([] if width is None else [check_count(name, "width", width, 0)])
-    if init is not None and not callable(init):
-        raise TypeError(f"{name}: expected init as a function of rows, or None, got "
-                        f"{type(init).__name__}")
+    sizes = _table_sizes(name, num_rows, width, init)
     check_bool(name, "progress", progress)
     if os.path.lexists(path) and not torch.ops.xsoftmax.mapped_table_remove_unfinished(path):
         weight = open(path)
