@@ -37,6 +37,8 @@ class SearchIndex:
     def __init__(self, weight: Tensor, bias: Optional[Tensor],
                  codewords: Optional[Tuple[Tensor, Tensor]] = None, num_codewords: int = 0) -> None:
         hooks.after_steps(_count_fused_step)
+        # Read before the build, so that writes by other threads during it make the index stale.
+        self._versions = _version(weight), _version(bias)
         first, second = (None, None) if codewords is None else codewords
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
         self.tensors: List[Tensor] = long_work.run("search index",
@@ -46,6 +48,11 @@ class SearchIndex:
         self.num_cells = len(self.tensors[2]) - 1
         self._queries = self.weight.new_empty(0, self.weight.shape[1])
         self._budgets: Dict[Tuple[int, float], int] = {}
+
+    def _is_current(self, weight: Tensor, bias: Optional[Tensor]) -> bool:
+        """Returns whether this is the indexed table, unchanged. Writes that PyTorch does not count,
+        such as those through ``.data``, are not noticed."""
+        return self._versions == (_version(weight), _version(bias))
 
     def to(self, device: Union[str, int, torch.device]) -> "SearchIndex":
         """Returns the index on another device, together with a copy of the table, which it
@@ -59,6 +66,7 @@ class SearchIndex:
     def _copy_to(self, weight: Tensor, bias: Optional[Tensor]) -> "SearchIndex":
         """Returns a copy of the index for an equal table, on the device of that table."""
         index = copy.copy(self)
+        index._versions = _version(weight), _version(bias)
         index.weight, index.bias = weight.detach(), None if bias is None else bias.detach()
         index.tensors = [tensor.to(weight.device) for tensor in self.tensors]
         index._queries, index._budgets = self._queries.to(weight.device), dict(self._budgets)
@@ -144,13 +152,11 @@ def build_index(loss: TableModule, queries: Optional[Tensor] = None,
         raise ValueError(f"{loss._name}: expected a table with values to search by an index, got "
                          f"one on {weight.device}")
     loss.catch_up()
-    # Read before the build, so that writes by other threads during it make the index stale.
-    versions = _version(weight), _version(bias)
     index = SearchIndex(weight, bias,
                         _sampler_codewords(loss) if codewords is None else None, codewords or 0)
     if queries is not None:
         index.calibrate(flat_queries(loss._name, loss.in_features, queries, None))
-    hooks.search_indices[loss] = versions, index
+    hooks.search_indices[loss] = index
     return index
 
 
@@ -164,17 +170,17 @@ def _is_copy(first: Optional[Tensor], second: Optional[Tensor]) -> bool:
 def _move_index(loss: TableModule) -> Optional[SearchIndex]:
     """Returns the stored index on the device of the table, if the table was moved but not changed,
     else None."""
-    versions, index = hooks.search_indices.get(loss, (None, None))
+    index: Optional[SearchIndex] = hooks.search_indices.get(loss)
     if index is None:
         return None
     weight, bias = loss.linear.weight.detach(
     ), None if loss.linear.bias is None else loss.linear.bias.detach()
     # The old table must be unchanged since it was indexed, and equal to the new one.
-    if versions != (_version(index.weight), _version(
-            index.bias)) or not _is_copy(index.weight, weight) or not _is_copy(index.bias, bias):
+    if not index._is_current(index.weight, index.bias) or not _is_copy(
+            index.weight, weight) or not _is_copy(index.bias, bias):
         return None
     index = index._copy_to(weight, bias)
-    hooks.search_indices[loss] = (_version(loss.linear.weight), _version(loss.linear.bias)), index
+    hooks.search_indices[loss] = index
     return index
 
 
@@ -197,8 +203,8 @@ def search(loss: TableModule, input: Tensor, k: int, index: str, recall: Optiona
                              f"{max_cells}")
     queries = flat_queries(name, loss.in_features, input, None)
     loss.catch_up()
-    versions, search_index = hooks.search_indices.get(loss, (None, None))
-    if versions != (_version(loss.linear.weight), _version(loss.linear.bias)):
+    search_index: Optional[SearchIndex] = hooks.search_indices.get(loss)
+    if search_index is None or not search_index._is_current(loss.linear.weight, loss.linear.bias):
         search_index = _move_index(loss) or build_index(loss)
     result = search_index.search(queries, loss._add_excluded(k, input, exclude), recall, max_cells)
     scores, ids = loss._drop_excluded(result.scores, result.ids, k, input, exclude)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.generation import GenerationMixin, logits_process
 
 from .._core.checks import check_count
-from ..retrieval import SearchIndex, _version
+from ..retrieval import SearchIndex
 from .heads import find_bias
 from .logits import UnsupportedHeadError
 
@@ -51,15 +51,14 @@ class FastHead:
         self.linear, self.k = linear, k
         self.fast_steps = self.dense_steps = self.cells_read = self.num_cells = 0
         self._calls: Dict[int, _Call] = {}  # by thread
-        self._versions: Optional[Tuple[Any, ...]] = None
         self._index: Optional[SearchIndex] = None
 
     def index(self) -> SearchIndex:
         """Returns the index of the current weights; builds it if they have changed."""
-        versions = _version(self.linear.weight), _version(self.linear.bias)
-        if self._index is None or versions != self._versions:
-            self._index = SearchIndex(self.linear.weight, self.linear.bias)
-            self._versions, self.num_cells = versions, self._index.num_cells
+        weight, bias = self.linear.weight, self.linear.bias
+        if self._index is None or not self._index._is_current(weight, bias):
+            self._index = SearchIndex(weight, bias)
+            self.num_cells = self._index.num_cells
         return self._index
 
     def answer(self, hidden: Tensor, score_all: Callable[[Tensor], Tensor]) -> Tensor:

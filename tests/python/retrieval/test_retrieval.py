@@ -203,11 +203,11 @@ def test_the_index_is_rebuilt_when_the_table_changes():
         loss(query, target).backward()
         optimizer.step()
         optimizer.zero_grad()
-    index = xs._core.hooks.search_indices[loss][1]
+    index = xs._core.hooks.search_indices[loss]
     loss.search(query, 5), loss.eval().search(query, 7)
-    kept = xs._core.hooks.search_indices[loss][1]
+    kept = xs._core.hooks.search_indices[loss]
     loss.search(query, 5)
-    assert kept is xs._core.hooks.search_indices[loss][1] and kept is not index
+    assert kept is xs._core.hooks.search_indices[loss] and kept is not index
     other = copy.deepcopy(loss)
     assert set(other.state_dict()) == {"linear.weight", "linear.bias"}
     with torch.no_grad():

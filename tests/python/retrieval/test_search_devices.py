@@ -147,7 +147,7 @@ def test_moving_a_loss_moves_its_index():
     with torch.no_grad():
         loss.linear.weight.data = loss.linear.weight.data.clone()
     assert loss.to(DEVICE).search(query[:20].to(DEVICE), 5).certified.all()
-    moved = xs._core.hooks.search_indices[loss][1]
+    moved = xs._core.hooks.search_indices[loss]
     assert all(
         torch.equal(one.to(DEVICE), other) for one, other in zip(index.tensors, moved.tensors))
     assert moved.weight.data_ptr() == loss.linear.weight.data_ptr() and moved.budget(
