@@ -40,14 +40,18 @@ class BuildNative(build_py):
             "CMAKE_PREFIX_PATH": torch.utils.cmake_prefix_path, "CMAKE_INSTALL_PREFIX": prefix,
             "XSOFTMAX_INSTALL_RPATH": rpath
         }
-        subprocess.check_call([
-            "cmake", "-S", ROOT, "-B", build, "-G", "Ninja",
-            *(f"-D{name}={value}" for name, value in options.items()),
-            *shlex.split(os.environ.get("CMAKE_ARGS", ""))
-        ])
+        self.cmake("-S", ROOT, "-B", build, "-G", "Ninja",
+                   *(f"-D{name}={value}" for name, value in options.items()),
+                   *shlex.split(os.environ.get("CMAKE_ARGS", "")))
         # Stripped: the table of local symbols is a sixth of the library. The one in the build
         # folder keeps it, for profilers.
-        subprocess.check_call(["cmake", "--build", build, "--target", "install/strip"])
+        self.cmake("--build", build, "--target", "install/strip")
+
+    @staticmethod
+    def cmake(*arguments):
+        # SystemExit, because setuptools ignores other exceptions in an editable install.
+        if code := subprocess.call(["cmake", *arguments]):
+            raise SystemExit(f"xsoftmax: cmake {arguments[0]} failed with exit code {code}")
 
 
 class WheelForAllPythons(bdist_wheel):

@@ -76,17 +76,15 @@ int64_t CellReader::chunk_size(int64_t chunk) const {
   return std::min(kChunk, count_ - chunk * kChunk);
 }
 
-// Returns z.c for the 16 cells of a block.
-const float* CellReader::products(int64_t q, int64_t block) const {
+// Returns where the products z.c of the 16 cells of a block begin.
+int64_t CellReader::product_offset(int64_t q, int64_t block) const {
   const int64_t chunk = q / kChunk;
-  return products_.data() +
-      (chunk * kChunk * index_.blocks + block * chunk_size(chunk) + q % kChunk) * kScanLanes;
+  return (chunk * kChunk * index_.blocks + block * chunk_size(chunk) + q % kChunk) * kScanLanes;
 }
 
 uint32_t CellReader::remaining(int64_t q, int64_t block, double threshold) const {
   const float length = above(queries_[q].length), least = -above(-threshold);
-  const uint32_t bits =
-      cell_scan().reached(products(q, block), bounds(kReach, block), length, least) &
+  const uint32_t bits = cell_scan().reached(peaks(q, block), bounds(kReach, block), length, least) &
       ~uint32_t(read_[q * index_.blocks + block]);
   return (block + 1) * kScanLanes <= index_.cells
       ? bits
@@ -114,10 +112,15 @@ void CellReader::read_wave(int64_t first, int64_t count) {
                         index_.width);
     }
   });
+  if (is_perturbed()) {
+    peaks_.resize(products_.size());
+    group_noise_.resize(count_ * index_.groups);
+  }
   at::parallel_for(0, count_, 1, [&](int64_t begin, int64_t end) {
     ScanScratch scratch;
     for (int64_t q = begin; q < end; ++q) {
       if (queries_[q].searched) {
+        place_noise(q);
         read_first(q, scratch);
         if (!exact_) {
           read_promising(q, scratch);
@@ -162,6 +165,39 @@ void CellReader::prepare(int64_t q, ScanScratch& scratch, float* row) {
   query.residual = std::sqrt(residual) * (1 + 1e-7);
 }
 
+// Finds the largest noise of each group and cell of a query.
+void CellReader::place_noise(int64_t q) {
+  if (!is_perturbed()) {
+    return;
+  }
+  const float* noise = noise_ + (first_ + q) * classes_;
+  float* of_group = group_noise_.data() + q * index_.groups;
+  for (int64_t group = 0; group < index_.groups; ++group) {
+    float largest = -std::numeric_limits<float>::infinity();
+    for (int64_t lane = 0; lane < kScanLanes; ++lane) {
+      const int64_t id = order_[group * kScanLanes + lane];
+      if (id >= 0 && id < classes_) { // other ids are refused when they are scored
+        largest = std::max(largest, noise[id]);
+      }
+    }
+    of_group[group] = largest;
+  }
+  for (int64_t block = 0; block < index_.blocks; ++block) {
+    const int64_t first = block * kScanLanes;
+    float* peak = peaks_.data() + product_offset(q, block);
+    for (int64_t lane = 0; lane < kScanLanes; ++lane) {
+      float largest = -std::numeric_limits<float>::infinity();
+      if (first + lane < index_.cells) {
+        for (int64_t g = start_[first + lane]; g < start_[first + lane + 1]; ++g) {
+          largest = std::max(largest, of_group[g]);
+        }
+      }
+      peak[lane] =
+          above(products(q, block)[lane] + std::scalbn(double(largest), queries_[q].exponent));
+    }
+  }
+}
+
 // Returns the standard deviation of z.r / |r| for r of random direction.
 float CellReader::deviation(int64_t q) const {
   return float(queries_[q].length / std::sqrt(double(index_.width)));
@@ -174,7 +210,7 @@ void CellReader::read_first(int64_t q, ScanScratch& scratch) {
   std::vector<RankedCell> cells;
   const auto gather = [&](int64_t keep) {
     for (int64_t block = 0; block < index_.blocks; ++block) {
-      const float *product = products(q, block), *reach = bounds(kReach, block),
+      const float *product = peaks(q, block), *reach = bounds(kReach, block),
                   *size = bounds(kSize, block);
       for (int64_t lane = 0; lane < kScanLanes; ++lane) {
         if (size[lane] > 0 && block * kScanLanes + lane < index_.cells) {
@@ -321,7 +357,44 @@ void CellReader::scan_cell(int64_t cell, const int64_t* query, int64_t n, BestCl
     ++of_cell.best[i]->cells;
   }
   for (int64_t first = start_[cell]; first < start_[cell + 1]; first += kGroups) {
-    scan_groups(of_cell, first, std::min(first + kGroups, start_[cell + 1]), scratch);
+    const int64_t last = std::min(first + kGroups, start_[cell + 1]);
+    is_perturbed() ? scan_perturbed_groups(of_cell, first, last, scratch)
+                   : scan_groups(of_cell, first, last, scratch);
+  }
+}
+
+// Returns the smallest product of codes whose class may score above z.c by this much; the largest
+// int32 if there is none.
+int32_t CellReader::product_threshold(const Cell& cell, int64_t i, double above_product) const {
+  const double threshold = std::floor((above_product - cell.error[i]) / cell.unit[i]) +
+      double(queries_[cell.query[i]].offset);
+  constexpr double least = std::numeric_limits<int32_t>::min(),
+                   most = std::numeric_limits<int32_t>::max();
+  return threshold > least ? int32_t(std::min(threshold, most)) : int32_t(least);
+}
+
+// As scan_groups, but each group has a threshold of its own, lower by its largest noise.
+void CellReader::scan_perturbed_groups(const Cell& cell, int64_t first, int64_t last,
+                                       ScanScratch& scratch) {
+  for (int64_t i = 0; i < cell.count; ++i) {
+    const int64_t q = cell.query[i];
+    const CodedQuery& query = queries_[q];
+    for (int64_t group = first; group < last; ++group) {
+      const double above_product = cell.best[i]->threshold - cell.product[i] -
+          std::scalbn(double(group_noise_[q * index_.groups + group]), query.exponent);
+      const float least = float((above_product / query.length - cell.code_error) * (1 - 1e-6));
+      if (radius_[group] < least) {
+        continue;
+      }
+      const int32_t threshold = product_threshold(cell, i, above_product);
+      if (threshold == std::numeric_limits<int32_t>::max()) {
+        continue;
+      }
+      ScanQuery scan{query_codes_.data() + q * index_.quads * 4, threshold, scratch.slot[0].data(),
+                     scratch.product[0].data(), 0};
+      cell_scan().scan(&scan, 1, codes_ + group * index_.quads * 4 * kScanLanes, 1, index_.quads);
+      take_hits(cell, i, group, scan, scratch);
+    }
   }
 }
 
@@ -338,15 +411,11 @@ void CellReader::scan_groups(const Cell& cell, int64_t first, int64_t last, Scan
     const int64_t some = std::partition_point(radius_ + first, radius_ + last,
                                               [&](float radius) { return !(radius < least); }) -
         (radius_ + first);
-    const double threshold =
-        std::floor((above_product - cell.error[i]) / cell.unit[i]) + double(cell_queries.offset);
-    if (some == 0 || threshold > double(std::numeric_limits<int32_t>::max())) {
+    const int32_t bound = product_threshold(cell, i, above_product);
+    if (some == 0 || bound == std::numeric_limits<int32_t>::max()) {
       continue;
     }
     groups = std::max(groups, some);
-    const int32_t bound = threshold > double(std::numeric_limits<int32_t>::min())
-        ? int32_t(threshold)
-        : std::numeric_limits<int32_t>::min();
     which[scanned] = i;
     scans[scanned] = {query_codes_.data() + cell.query[i] * index_.quads * 4, bound,
                       scratch.slot[scanned].data(), scratch.product[scanned].data(), 0};
@@ -369,7 +438,10 @@ void CellReader::take_hits(const Cell& cell, int64_t i, int64_t first, const Sca
   const int64_t offset = queries_[cell.query[i]].offset;
   for (int64_t hit = 0; hit < scan.count; ++hit) {
     const int64_t id = order_[first * kScanLanes + scan.slot[hit]];
-    const double score = cell.product[i] + cell.unit[i] * double(scan.product[hit] - offset);
+    double score = cell.product[i] + cell.unit[i] * double(scan.product[hit] - offset);
+    if (is_perturbed() && id >= 0 && id < classes_) {
+      score += noise(cell.query[i], id);
+    }
     if (id >= 0 && !(score + cell.error[i] < best.threshold)) {
       best.add(k_, score - cell.error[i], score + cell.error[i], id);
     }

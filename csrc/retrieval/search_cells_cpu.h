@@ -4,7 +4,9 @@
 #include "retrieval/search_index.h"
 #include "retrieval/search_topk.h"
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <vector>
@@ -15,6 +17,7 @@
 namespace xsoftmax {
 
 constexpr int64_t kSearchWave = 1024; // queries whose products with the centres are stored at once
+constexpr int64_t kNoiseWave = 1 << 24; // noise of groups that is stored at once
 
 struct ScoredClass {
   double score;
@@ -76,6 +79,21 @@ class CellReader {
   /// Returns a mask of the cells of a block that may hold one of the best and were not read.
   uint32_t remaining(int64_t q, int64_t block, double threshold) const;
 
+  /// Adds noise [*, classes] to the scores: row q belongs to query q of all waves.
+  void perturb(const float* noise, int64_t classes) { noise_ = noise, classes_ = classes; }
+  bool is_perturbed() const { return noise_ != nullptr; }
+  int64_t wave_size() const {
+    return is_perturbed()
+        ? std::clamp<int64_t>(kNoiseWave / std::max<int64_t>(1, index_.groups), 1, kSearchWave)
+        : kSearchWave;
+  }
+  /// Returns the scaled noise of a class, 0 if there is none.
+  double noise(int64_t q, int64_t id) const {
+    return !is_perturbed()
+        ? 0
+        : std::scalbn(double(noise_[(first_ + q) * classes_ + id]), queries_[q].exponent);
+  }
+
   const SearchIndexView& index_;
   const int64_t k_;
   const SearchOptions options_;
@@ -88,11 +106,19 @@ class CellReader {
   struct Cell;
 
   int64_t chunk_size(int64_t chunk) const;
-  const float* products(int64_t q, int64_t block) const;
+  int64_t product_offset(int64_t q, int64_t block) const;
+  const float* products(int64_t q, int64_t block) const {
+    return products_.data() + product_offset(q, block);
+  }
+  // The products, plus the largest noise of each cell.
+  const float* peaks(int64_t q, int64_t block) const {
+    return (is_perturbed() ? peaks_ : products_).data() + product_offset(q, block);
+  }
   const float* bounds(SearchBound which, int64_t block) const {
     return index_.bound(which) + block * kScanLanes;
   }
   float deviation(int64_t q) const;
+  void place_noise(int64_t q);
 
   void prepare(int64_t q, ScanScratch& scratch, float* row);
   void read_first(int64_t q, ScanScratch& scratch);
@@ -104,6 +130,8 @@ class CellReader {
   void scan_cell(int64_t cell, const int64_t* query, int64_t n, BestClasses* found,
                  ScanScratch& scratch, bool indexed = false);
   void scan_groups(const Cell& cell, int64_t first, int64_t last, ScanScratch& scratch);
+  void scan_perturbed_groups(const Cell& cell, int64_t first, int64_t last, ScanScratch& scratch);
+  int32_t product_threshold(const Cell& cell, int64_t i, double above_product) const;
   void take_hits(const Cell& cell, int64_t i, int64_t first, const ScanQuery& scan,
                  ScanScratch& scratch) const;
 
@@ -111,7 +139,10 @@ class CellReader {
   const float* radius_;
   const uint8_t* codes_;
   std::vector<int8_t> query_codes_;
-  std::vector<float> products_;
+  std::vector<float> products_, peaks_;
+  const float* noise_ = nullptr;
+  int64_t classes_ = 0;
+  std::vector<float> group_noise_; // [queries, groups], the largest of each group
   std::vector<uint16_t> read_; // masks of the cells of each block that were read
 };
 

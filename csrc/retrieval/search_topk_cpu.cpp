@@ -1,5 +1,6 @@
 #include "cpu/dtypes.h"
 #include "cpu/impl.h"
+#include "retrieval/perturbed_argmax.h"
 #include "retrieval/search_cells_cpu.h"
 #include "retrieval/search_topk.h"
 #include "table/row_kernels.h"
@@ -13,6 +14,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -33,9 +35,12 @@ class Search : public CellReader {
         bias_(bias.defined() ? const_data<T>(bias) : nullptr), classes_(weight.size(0)),
         features_(weight.size(1)) {}
 
+  using CellReader::perturb;
+
   void run(int64_t queries, opmath<T>* scores, int64_t* ids, int64_t* cells_read, bool* certified) {
-    for (int64_t first = 0; first < queries; first += kSearchWave) {
-      read_wave(first, std::min(kSearchWave, queries - first));
+    const int64_t wave = wave_size();
+    for (int64_t first = 0; first < queries; first += wave) {
+      read_wave(first, std::min(wave, queries - first));
       at::parallel_for(0, count_, 1, [&](int64_t begin, int64_t end) {
         ScanScratch scratch;
         for (int64_t q = begin; q < end; ++q) {
@@ -83,7 +88,7 @@ class Search : public CellReader {
         row_kernels().of(bias_).widen_row(&bias, bias_ + one.id, 1);
         score += std::scalbn(double(bias), queries_[q].exponent);
       }
-      found.scored.push_back({score, one.id});
+      found.scored.push_back({score + noise(q, one.id), one.id});
     }
     found.candidates.clear();
     const int64_t kept = std::min<int64_t>(k_, int64_t(found.scored.size()));
@@ -91,6 +96,20 @@ class Search : public CellReader {
     found.scored.resize(kept);
     if (kept == k_) {
       found.threshold = std::max(found.threshold, found.scored.back().score);
+    }
+  }
+
+  // The best classes of a query of zeros, whose scores are the noise.
+  void write_zero(int64_t q, opmath<T>* scores, int64_t* ids) const {
+    for (int64_t i = 0; i < k_; ++i) {
+      scores[i] = 0;
+      ids[i] = i;
+    }
+    for (int64_t id = 0; id < classes_ && is_perturbed(); ++id) { // k_ is 1
+      if (id == 0 || noise(q, id) > scores[0]) {
+        scores[0] = opmath<T>(noise(q, id));
+        ids[0] = id;
+      }
     }
   }
 
@@ -104,11 +123,12 @@ class Search : public CellReader {
       widen(q, scratch.wide);
       const bool zero =
           std::all_of(scratch.wide.begin(), scratch.wide.end(), [](double z) { return z == 0; });
-      std::fill_n(scores, k_, zero ? opmath<T>(0) : std::numeric_limits<opmath<T>>::quiet_NaN());
-      *certified = zero;
-      for (int64_t i = 0; i < k_; ++i) {
-        ids[i] = i;
+      write_zero(q, scores, ids);
+      if (!zero) {
+        std::fill_n(scores, k_, std::numeric_limits<opmath<T>>::quiet_NaN());
+        std::iota(ids, ids + k_, int64_t(0));
       }
+      *certified = zero;
       return;
     }
     rescore(q, found, scratch);
@@ -128,16 +148,13 @@ class Search : public CellReader {
   const int64_t classes_, features_;
 };
 
-TopkResult search_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                           at::TensorList index, c10::SymInt k, c10::string_view text) {
-  const SearchOptions options =
-      check_search_topk(input, weight, bias, k, {text.data(), text.size()});
-  if (use_reference()) {
-    return search_topk_reference(input, weight, bias, index, k, text);
-  }
-  const SearchIndexView view(kOp, index, weight, bias);
-  view.check_starts(kOp);
-  const int64_t queries = input.size(0), count = k.expect_int();
+// noise: none, or [Q, N] to add to the scores, with a k of 1.
+TopkResult search(const char* op, const Tensor& input, const Tensor& weight,
+                  const OptionalTensor& bias, at::TensorList index, const Tensor& noise,
+                  int64_t count, const SearchOptions& options) {
+  const SearchIndexView view(op, index, weight, bias);
+  view.check_starts(op);
+  const int64_t queries = input.size(0);
   const Tensor scores =
       at::empty({queries, count}, input.options().dtype(opmath_dtype(input.scalar_type())));
   const Tensor ids = at::empty({queries, count}, input.options().dtype(at::kLong)),
@@ -150,15 +167,43 @@ TopkResult search_topk_cpu(const Tensor& input, const Tensor& weight, const Opti
                biases = is_defined(bias) ? bias->contiguous() : Tensor();
   dispatch_floating(input.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    Search<T>(queries_in, rows, biases, view, count, options)
-        .run(queries, data<opmath<T>>(scores), ids.mutable_data_ptr<int64_t>(),
-             cells.mutable_data_ptr<int64_t>(), certified.mutable_data_ptr<bool>());
+    Search<T> search(queries_in, rows, biases, view, count, options);
+    if (noise.defined()) {
+      search.perturb(noise.const_data_ptr<float>(), weight.size(0));
+    }
+    search.run(queries, data<opmath<T>>(scores), ids.mutable_data_ptr<int64_t>(),
+               cells.mutable_data_ptr<int64_t>(), certified.mutable_data_ptr<bool>());
   });
   return {scores, ids, cells, certified};
 }
 
+TopkResult search_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                           at::TensorList index, c10::SymInt k, c10::string_view text) {
+  const SearchOptions options =
+      check_search_topk(input, weight, bias, k, {text.data(), text.size()});
+  if (use_reference()) {
+    return search_topk_reference(input, weight, bias, index, k, text);
+  }
+  return search("search_topk", input, weight, bias, index, {}, k.expect_int(), options);
+}
+
+PerturbedArgmax perturbed_argmax_cpu(const Tensor& input, const Tensor& weight,
+                                     const OptionalTensor& bias, at::TensorList index,
+                                     const Tensor& noise) {
+  check_perturbed_argmax(input, weight, bias, noise);
+  if (use_reference()) {
+    return perturbed_argmax_reference(input, weight, bias, index, noise);
+  }
+  auto [scores, ids, cells, certified] =
+      search("perturbed_argmax", input, weight, bias, index, noise.contiguous(), 1, {});
+  return {ids.squeeze(1), cells, certified};
+}
+
 } // namespace
 
-TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("search_topk", search_topk_cpu); }
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+  m.impl("search_topk", search_topk_cpu);
+  m.impl("perturbed_argmax", perturbed_argmax_cpu);
+}
 
 } // namespace xsoftmax

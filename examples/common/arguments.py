@@ -119,11 +119,12 @@ def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, *, epochs: int, batch_size: int,
-                           optimizer: str, note: str = "",
+                           optimizer: str | None, note: str = "",
                            learning_rates: dict[str, float] = LEARNING_RATES,
-                           schedule: str = "constant"):
+                           schedule: str = "constant", lr: float | None = None):
     """Adds the options of training and returns their group, for an example to add more. `note` is
-    appended to the help of --optimizer."""
+    appended to the help of --optimizer. With None, the example has its own optimizer, and `lr` is
+    its learning rate."""
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=positive(float), default=epochs,
                           help="default: %(default)s")
@@ -137,22 +138,23 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, epochs: int, batc
         "(default: a sixth of --max-minutes)")
     training.add_argument("--batch-size", type=positive(int), default=batch_size,
                           help="default: %(default)s")
-    training.add_argument("--optimizer", choices=OPTIMIZERS, default=optimizer,
-                          help=f"default: %(default)s{note}")
+    if optimizer is not None:
+        training.add_argument("--optimizer", choices=OPTIMIZERS, default=optimizer,
+                              help=f"default: %(default)s{note}")
+        training.add_argument(
+            "--row-wise", action="store_true", help="keep one accumulator or second "
+            "moment per class, with "
+            "adagrad and adam")
+        training.add_argument(
+            "--state-dtype", choices=DTYPES, default="float32",
+            help="dtype of the other optimizer state of classes (default: "
+            "%(default)s)")
+        training.add_argument("--stochastic-rounding", action="store_true",
+                              help="update 16-bit rows with "
+                              "stochastic rounding")
     training.add_argument(
-        "--row-wise", action="store_true", help="keep one accumulator or second "
-        "moment per class, with "
-        "adagrad and adam")
-    training.add_argument(
-        "--state-dtype", choices=DTYPES, default="float32",
-        help="dtype of the other optimizer state of classes (default: "
-        "%(default)s)")
-    training.add_argument("--stochastic-rounding", action="store_true",
-                          help="update 16-bit rows with "
-                          "stochastic rounding")
-    training.add_argument(
-        "--lr", type=positive(float),
-        help="default: " + ", ".join(f"{k} {v}" for k, v in learning_rates.items()))
+        "--lr", type=positive(float), default=lr, help="default: " +
+        (", ".join(f"{k} {v}" for k, v in learning_rates.items()) if lr is None else f"{lr}"))
     training.add_argument(
         "--schedule", choices=["constant", "cosine"], default=schedule,
         help="cosine: the learning rate decays to 0 over --epochs or "
@@ -186,10 +188,11 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace,
     """Sets defaults that depend on other options, and ends the program if options contradict each
     other."""
     args.loss = list(dict.fromkeys(args.loss))
-    args.lr = args.lr or learning_rates[args.optimizer]
+    if "optimizer" in args:
+        args.lr = args.lr or learning_rates[args.optimizer]
+        if args.row_wise and args.optimizer == "sgd":
+            parser.error("--row-wise: sgd has no state that a row could have one of")
     complete_ranks(parser, args)
-    if args.row_wise and args.optimizer == "sgd":
-        parser.error("--row-wise: sgd has no state that a row could have one of")
     if args.eval_minutes is None and args.max_minutes is not None:
         args.eval_minutes = args.max_minutes / 6
     if args.resume and args.checkpoint is None:
@@ -208,6 +211,13 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace,
     # no such device, or the meta device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         parser.error(f"--device: {args.device} is not there ({str(error).splitlines()[0]})")
+    if "sampler" in args:
+        check_losses(parser, args)
+
+
+def check_losses(parser: argparse.ArgumentParser, args: argparse.Namespace):
+    """Ends the program if options of add_loss_arguments and add_cane_arguments contradict each
+    other."""
     if len(args.samples) != len(args.sampler):
         parser.error(f"--samples: expected a number for each of the {len(args.sampler)} samplers, "
                      f"got {len(args.samples)}")

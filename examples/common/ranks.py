@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import xsoftmax as xs
 
 from .errors import UsageError
+from .losses import Loss
 
 TABLES = ("replicated", "split")
 
@@ -111,7 +112,8 @@ class Ranks:
         whole = Whole(encoder, loss)
         loss.reduction = "sum"
         if self.table == "replicated":
-            xs.distributed.replicate(whole)
+            if isinstance(loss, Loss):  # not another library's
+                xs.distributed.replicate(whole)
             return DistributedDataParallel(whole)
         embedding = encoder.embedding
         tied = isinstance(loss, xs.LinearLoss) and embedding.weight is loss.linear.weight

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class Run:
         self.call = self.ranks.data_parallel(self.encoder, self.loss)
         modules = nn.ModuleList([self.encoder, self.loss])
         self.parameters = list(modules.parameters())  # contains a tied weight only once
-        self.optimizer = build_optimizer(args, self.parameters)
+        self.optimizer = self.build_optimizer()
 
         self.steps = 0
         self.targets = 0
@@ -79,6 +79,7 @@ class Run:
         self.points: list[dict] = []  # one per evaluation
         self.test: dict | None = None
         self.recent = [0.0, 0]  # sum of losses and number of targets since the last evaluation
+        self.unread: list[tuple[Tensor, int]] = []  # losses of the last steps and their targets
         self.ranks.seed(args.seed)
         self.rng = self.rng_state()
 
@@ -87,6 +88,9 @@ class Run:
         """The parameters of the output layer: one row per class, or one row per edge of a class
         tree."""
         return self.loss.linear if isinstance(self.loss, xs.LinearLoss) else self.loss.edges
+
+    def build_optimizer(self) -> Any:
+        return build_optimizer(self.args, self.parameters)
 
     def tie(self):
         """Uses the embedding's weight as the weight of the output layer."""
@@ -154,10 +158,14 @@ class Run:
     def finished(self) -> bool:
         return self.progress >= 1
 
+    @property
+    def learning_rate(self) -> float:
+        return self.args.lr * (0.5 + 0.5 * math.cos(math.pi * self.progress)
+                               if self.args.schedule == "cosine" else 1.0)
+
     def step(self):
         for group in self.optimizer.param_groups:
-            group["lr"] = self.args.lr * (0.5 + 0.5 * math.cos(math.pi * self.progress)
-                                          if self.args.schedule == "cosine" else 1.0)
+            group["lr"] = self.learning_rate
         self.encoder.train()
         self.loss.train()
         loss, count = self.call(self.train_loss)
@@ -166,13 +174,22 @@ class Run:
         loss.backward()
         xs.clip_grad_norm_(self.parameters, self.args.clip)
         self.optimizer.step()
-        value = loss.item()
-        if not math.isfinite(value):
-            raise Diverged(f"the {self.name} loss is {value} after {self.steps} steps: try a "
-                           f"smaller --lr than {self.args.lr}")
-        self.recent = [self.recent[0] + value * count, self.recent[1] + count]
+        self.unread.append((loss.detach(), count))
         self.steps += 1
         self.targets += count
+        # Each reading lets the host wait for the GPU.
+        if self.device.type == "cpu" or len(self.unread) == 20:
+            self.read_losses()
+
+    def read_losses(self):
+        """Adds the losses of the last steps to `recent`."""
+        for loss, count in self.unread:
+            value = loss.item()
+            if not math.isfinite(value):
+                raise Diverged(f"the {self.name} loss is {value} after {self.steps} steps: try a "
+                               f"smaller --lr than {self.args.lr}")
+            self.recent = [self.recent[0] + value * count, self.recent[1] + count]
+        self.unread = []
 
     @torch.no_grad()
     def exactly(self, measure: Callable[["Interrupt"], dict | None],
@@ -216,9 +233,9 @@ class Run:
                    f"train loss {point['train_loss']:.3f}, {self.summary(point)}")
         sys.stdout.flush()
 
-    def train(self, interrupt: "Interrupt", save: Callable[[], None]):
-        """Trains until the budget is spent or the user interrupts. Calls save() at each point from
-        which a later run can resume."""
+    def train(self, interrupt: "Interrupt", save: Callable[[], None], is_turn: bool = False):
+        """Trains until the budget is spent or the user interrupts; with is_turn, at most until the
+        next evaluation. Calls save() at each point from which a later run can resume."""
         self.set_rng_state(self.rng)
         if not self.finished:
             # resumed with a larger budget, so the final weights are not evaluated yet
@@ -235,11 +252,17 @@ class Run:
             bar.update()
             is_time = self.train_seconds - evaluated >= eval_seconds
             if self.finished or self.steps % self.eval_steps == 0 or is_time:
+                start = time.perf_counter()
+                self.read_losses()
+                self.train_seconds += interrupt.look(time.perf_counter() - start)
                 evaluated = self.train_seconds
                 self.rng = self.rng_state()
                 self.evaluate(interrupt)
                 save()
+                if is_turn:
+                    break
         bar.close()
+        self.read_losses()
         self.rng = self.rng_state()
         if self.finished and not interrupt.seen and (not self.points
                                                      or self.points[-1]["step"] < self.steps):
@@ -352,7 +375,8 @@ def history(args: argparse.Namespace, runs: list[Run], **data: dict) -> dict:
 
 
 def train_each(args: argparse.Namespace, make: Callable[[str], Run], fingerprint: int, data: str,
-               write: Callable[[list[Run]], None]) -> tuple[list[Run], bool]:
+               write: Callable[[list[Run]],
+                               None], takes_turns: bool = False) -> tuple[list[Run], bool]:
     """Trains with each loss in turn, and resumes from the checkpoint if requested.
 
     Args:
@@ -360,6 +384,8 @@ def train_each(args: argparse.Namespace, make: Callable[[str], Run], fingerprint
         fingerprint: of the data, to which a checkpoint is bound.
         data: the name of the data in errors.
         write: writes the metrics so far to files.
+        takes_turns: change to the next loss after each evaluation, so that a machine that becomes
+            slower slows all of them.
 
     Returns:
         The runs, and whether they were interrupted.
@@ -370,24 +396,35 @@ def train_each(args: argparse.Namespace, make: Callable[[str], Run], fingerprint
     states = load_checkpoint(args.checkpoint, fingerprint, args, data) if args.resume else {}
     runs: list[Run] = []
     with Interrupt(ranks) as interrupt:
-        for name in args.loss:
-            run = make(name)
-            if name in states:
-                run.load_state_dict(states[name])
-            runs.append(run)
 
+        def train(run: Run, is_turn: bool):
             def save():
-                states[name] = run.state_dict()
+                states[run.name] = run.state_dict()
                 if ranks.first:
                     if args.checkpoint:
                         save_checkpoint(args.checkpoint, fingerprint, args, states)
                     write(runs)
 
-            run.train(interrupt, save)
+            run.train(interrupt, save, is_turn)
             interrupt.look()
             if interrupt.seen:
                 saved = (f", --checkpoint {args.checkpoint} --resume goes on from here"
                          if args.checkpoint else "")
-                print(f"interrupted after {run.steps} steps of the {name} loss{saved}", flush=True)
+                print(f"interrupted after {run.steps} steps of the {run.name} loss{saved}",
+                      flush=True)
+
+        for name in args.loss:
+            run = make(name)
+            if name in states:
+                run.load_state_dict(states[name])
+            runs.append(run)
+            if not takes_turns:
+                train(run, False)
+            if interrupt.seen:
                 break
+        while not interrupt.seen and (left := [run for run in runs if run.test is None]):
+            for run in left:
+                train(run, True)
+                if interrupt.seen:
+                    break
     return runs, interrupt.seen

@@ -63,28 +63,14 @@ def load_corpus(path: str | None, min_count: int = 2, max_tokens: int | None = N
             most a tenth of it each.
         eval_tokens: the largest number of tokens of the validation text and of the test text.
     """
-    if path is None:
-        name, pretokenised, texts = "the Python standard library", False, standard_library()
-    elif Path(path).is_dir():
-        files = sorted(Path(path).glob("*.txt"))
-        pretokenised = any(file.name.endswith(".train.txt") for file in files)
-        name, texts = str(path), folder(Path(path)) if pretokenised else split_files(
-            files, Path(path), 20)
-    elif Path(path).is_file():
-        name, pretokenised, texts = str(path), False, {"all": [Path(path)]}
-    else:
-        raise DataError(f"--data: {path} is neither a file nor a folder")
-
+    name, pretokenised, texts = find_texts(path)
     index: dict[str, int] = {UNKNOWN: 0, END_OF_LINE: 1}  # in order of appearance, sorted later
     limits = {"train": max_tokens, "all": max_tokens and max_tokens * 10 // 9}
     streams = {}
     for split, files in texts.items():
         streams[split] = read(files, pretokenised, index,
                               limits.get(split, max_tokens and max_tokens // 10))
-    if "all" in streams:
-        ids = streams["all"]
-        cuts = [len(ids) * 90 // 100, len(ids) * 95 // 100]
-        streams = {"train": ids[:cuts[0]], "valid": ids[cuts[0]:cuts[1]], "test": ids[cuts[1]:]}
+    streams = split_stream(streams)
     if eval_tokens:
         streams |= {split: streams[split][:eval_tokens] for split in ("valid", "test")}
     for split, ids in streams.items():
@@ -94,6 +80,21 @@ def load_corpus(path: str | None, min_count: int = 2, max_tokens: int | None = N
     words, counts, rank = sort_by_frequency(index, streams["train"], min_count)
     return Corpus(name, words, counts,
                   *(rank[streams[split]] for split in ("train", "valid", "test")), pretokenised)
+
+
+def find_texts(path: str | None) -> tuple[str, bool, dict[str, list[Path]]]:
+    """Returns the name of a text, whether its words are separated by spaces, and its files by split:
+    "train", "valid" and "test", or "all"."""
+    if path is None:
+        return "the Python standard library", False, standard_library()
+    if Path(path).is_dir():
+        files = sorted(Path(path).glob("*.txt"))
+        pretokenised = any(file.name.endswith(".train.txt") for file in files)
+        return str(path), pretokenised, folder(Path(path)) if pretokenised else split_files(
+            files, Path(path), 20)
+    if Path(path).is_file():
+        return str(path), False, {"all": [Path(path)]}
+    raise DataError(f"--data: {path} is neither a file nor a folder")
 
 
 def standard_library() -> dict[str, list[Path]]:
@@ -119,6 +120,15 @@ def split_files(files: list[Path], root: Path, every: int) -> dict[str, list[Pat
     for i, file in enumerate(files):
         splits[part.get(i % every, "train")].append(file)
     return splits
+
+
+def split_stream(streams: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Splits the ids of a single file: 90 % for training, then 5 % for validation, 5 % for test."""
+    if "all" not in streams:
+        return streams
+    ids = streams["all"]
+    cuts = [len(ids) * 90 // 100, len(ids) * 95 // 100]
+    return {"train": ids[:cuts[0]], "valid": ids[cuts[0]:cuts[1]], "test": ids[cuts[1]:]}
 
 
 def folder(path: Path) -> dict[str, list[Path]]:

@@ -49,6 +49,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> search_topk(
     const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
     at::TensorList index, c10::SymInt k, std::string_view options = "");
 
+/// perturbed_argmax: finds the class with the largest score plus noise through an index.
+///
+///     (F.linear(input, weight, bias) + noise).argmax(1)
+///
+/// - input, weight, bias, index: as for search_topk.
+/// - noise: float32 [Q, N], without NaN. With Gumbel noise times T, the class is a sample of
+///   softmax(scores / T).
+///
+/// Returns (ids [Q] int64, cells read [Q] int64, certified [Q] bool). Has no gradient.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> perturbed_argmax(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+    at::TensorList index, const at::Tensor& noise);
+
 /// search_budget: returns the smallest max_cells out of 1, 2, 3, 4, 6, 8, ... for which these
 /// queries find the share `recall` of their best k, plus one standard error: int64 []. Similar
 /// queries find about the same share.

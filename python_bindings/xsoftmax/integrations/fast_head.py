@@ -19,6 +19,7 @@ _REMOVE_ENDS = (logits_process.MinLengthLogitsProcessor,
                 logits_process.MinNewTokensLengthLogitsProcessor)
 _SHORT = (torch.bfloat16, torch.float16)
 _MARGIN = 8  # extra tokens, since 16-bit logits are often equal
+_NUCLEUS = 256  # tokens among which a sample is shown to be one of top_p
 
 
 class _Call:
@@ -26,11 +27,14 @@ class _Call:
 
     Attributes:
         wanted, depth: the numbers of best tokens that a step needs, and searches for.
+        temperature, top_p: of a sample from all tokens; wanted is then 0.
         is_checked: whether :meth:`FastHead.check` was called; all tokens are scored until then.
         first_logits: the last logits before the check.
     """
-    def __init__(self, wanted: int, depth: int) -> None:
+    def __init__(self, wanted: int, depth: int, temperature: float = 1.0,
+                 top_p: float = 1.0) -> None:
         self.wanted, self.depth, self.is_checked = wanted, depth, False
+        self.temperature, self.top_p = temperature, top_p
         self.first_logits: Optional[Tensor] = None
 
 
@@ -39,7 +43,7 @@ class FastHead:
 
     Attributes:
         k: the largest ``top_k`` of sampling that is read from the index.
-        fast_steps, dense_steps: the numbers of hidden states, one per sequence and step, whose best
+        fast_steps, dense_steps: the numbers of hidden states, one per sequence and step, whose
             tokens came from the index, and for which all tokens were scored. The latter include the
             prompt's where the model scores all of its positions. Calls of ``generate`` that always
             need all scores are not counted.
@@ -83,6 +87,8 @@ class FastHead:
         if not call.is_checked or call.depth >= self.linear.out_features or not is_step or (
                 torch.is_grad_enabled() and hidden.requires_grad):
             return None
+        if call.wanted == 0:
+            return self._sample(call, queries)
         found = self.index().search(queries, call.depth, None, None)
         if not found.certified.all():  # a hidden state that is not finite
             return None
@@ -100,10 +106,43 @@ class FastHead:
         logits[:, ids] = scores
         return logits
 
+    def _sample(self, call: _Call, queries: Tensor) -> Optional[Tensor]:
+        """Returns logits [Q, N] that are -inf except for the token that torch.multinomial will
+        draw, or None if a token may be outside of top_p.
+
+        torch.multinomial divides the probabilities by exponential noise, and takes the largest.
+        With the same noise, that token has the largest sum of its logit and Gumbel noise.
+        """
+        index = self.index()
+        generator = torch.Generator()
+        generator.set_state(torch.get_rng_state())
+        noise = torch.empty(len(queries), self.linear.out_features)
+        noise.exponential_(generator=generator).log_().mul_(-call.temperature)
+        ids, cells_read, certified = torch.ops.xsoftmax.perturbed_argmax(
+            queries, index.weight, index.bias, index.tensors, noise)
+        if not certified.all():
+            return None
+        if call.top_p < 1 and not self._are_in_nucleus(call, queries, ids):
+            return None
+        self.fast_steps += len(queries)
+        self.cells_read += int(cells_read.sum())
+        logits = queries.new_full(noise.shape, -torch.inf)
+        return logits.scatter_(1, ids[:, None], 0.0)
+
+    def _are_in_nucleus(self, call: _Call, queries: Tensor, ids: Tensor) -> bool:
+        """Returns whether the better tokens of each have a probability below top_p together, as far
+        as the best _NUCLEUS tokens show it: all tokens have no smaller a sum than these."""
+        found = self.index().search(queries, min(_NUCLEUS, self.linear.out_features), None, None)
+        prob = (found.scores.double() / call.temperature).softmax(1)
+        is_token = found.ids == ids[:, None]
+        better = (prob.cumsum(1) - prob).masked_fill(~is_token, 0).sum(1)
+        margin = 1e-5  # the model sums in float32
+        return bool((is_token.any(1) & (better < call.top_p - margin)).all())
+
     def check(self, scores: Tensor) -> None:
         """Compares the first logits of a call with what the model made of them, [Q, N]. A model may
-        scale or cap its logits. If it changes their order, or, in 16 bits, their values, which may
-        then be equal more often, all tokens are scored."""
+        scale or cap its logits. If it changes their order, or, for a sample from all tokens, their
+        values, all tokens are scored; in 16 bits too, where capped values are equal more often."""
         call = self._calls.get(threading.get_ident())
         if call is None or call.is_checked or call.first_logits is None:
             return
@@ -113,8 +152,8 @@ class FastHead:
             if torch.equal(scores, logits):
                 return
             order = logits.argsort(1)
-            if self.linear.weight.dtype not in _SHORT and not (scores.gather(1, order).diff(dim=1)
-                                                               < 0).any():
+            if call.wanted > 0 and self.linear.weight.dtype not in _SHORT and not (scores.gather(
+                    1, order).diff(dim=1) < 0).any():
                 return
         self.end_call()
         warnings.warn(
@@ -128,22 +167,37 @@ class FastHead:
                                                          or config.output_logits)
         if (config.num_beams or 1) > 1 or has_scores:
             return
-        wanted = 1
+        call = self._plan(config, processors)
+        if call is not None:
+            self._calls[threading.get_ident()] = call
+
+    def _plan(self, config: Any, processors: List[Any]) -> Optional[_Call]:
+        """Returns a call whose tokens can be searched, or None if steps need all scores."""
+        is_short = self.linear.weight.dtype in _SHORT
+        wanted, temperature, top_p, has_ends = 1, 1.0, 1.0, False
         for processor in processors:
-            if type(processor) in _REMOVE_ENDS:
-                wanted += processor.eos_token_id.numel()
-            elif type(processor) is logits_process.TopKLogitsWarper:
-                if processor.top_k > self.k:
-                    return
+            kind = type(processor)
+            if kind is logits_process.TopKLogitsWarper and top_p == 1:
+                # Processors that follow see the same -inf as with all logits.
                 wanted += processor.top_k - 1
-                break  # those that follow see the same -inf as with all logits
-            elif type(processor) is not logits_process.TemperatureLogitsWarper:
-                return
-        else:
-            if config.do_sample:
-                return
-        margin = _MARGIN if self.linear.weight.dtype in _SHORT else 0
-        self._calls[threading.get_ident()] = _Call(wanted, wanted + margin)
+                margin = _MARGIN if is_short else 0
+                return _Call(wanted, wanted + margin) if processor.top_k <= self.k else None
+            if kind in _REMOVE_ENDS:
+                wanted += processor.eos_token_id.numel()
+                has_ends = True
+            elif kind is logits_process.TemperatureLogitsWarper and top_p == 1:
+                temperature *= processor.temperature
+            elif kind is logits_process.TopPLogitsWarper and top_p == 1:
+                top_p = processor.top_p
+            else:
+                return None
+        if not config.do_sample:
+            return _Call(wanted, wanted + (_MARGIN if is_short else 0))
+        # A sample from all tokens: in 16 bits, rounding decides between many of them.
+        if has_ends or self.linear.weight.dtype != torch.float32 or not (
+                self.linear.weight.device.type == "cpu"):
+            return None
+        return _Call(0, 1, temperature, top_p)
 
     def end_call(self) -> None:
         self._calls.pop(threading.get_ident(), None)
@@ -205,20 +259,23 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
 
     Each step needs only the best tokens: one for greedy decoding, ``top_k`` for sampling. They are
     found as in :meth:`xsoftmax.LinearLoss.search`, which proves that no other token scores higher.
-    The tokens, and with the same random state the samples, are those of the unchanged model, except
-    where scores differ by less than the rounding of its head.
+    A sample from all tokens is the one with the largest sum of logit and Gumbel noise, and is found
+    in the same way. The tokens, and with the same random state the samples, are those of the
+    unchanged model, except where scores differ by less than the rounding of its head.
 
     - Greedy decoding, and sampling with ``top_k`` of at most k, use the index; temperature,
       ``top_p``, ``min_p`` and others that Transformers applies after ``top_k``, and a minimum
       length, included.
+    - Sampling without ``top_k`` (``top_k=0``) uses it on a CPU in float32, with temperature and
+      ``top_p``; a step whose sample is not shown to be in ``top_p`` scores all tokens.
     - Beams, assisted and custom generation, penalties, banned and forced tokens, custom logits
       processors, compiled models, and ``output_scores`` or ``output_logits`` need the scores of
       other tokens; then all are scored, as without this call.
     - Calls of the model outside of ``generate()`` are as before. A stopping criterion or streamer
       that calls the model inside of it receives the logits of the best tokens only.
     - The first step of a call scores all tokens and checks that the model keeps the order of its
-      head's logits, as scales and caps do, and in 16 bits their values. Otherwise a warning says
-      so, and all are scored.
+      head's logits, as scales and caps do; in 16 bits and without ``top_k``, their values.
+      Otherwise a warning says so, and all are scored.
     - The index is built in the first call, and again after the weights have changed, except by
       writes that PyTorch does not count, such as those through ``.data``.
     - Call :func:`slow_head` before pickling the model; ``save_pretrained`` works.

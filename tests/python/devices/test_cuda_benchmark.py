@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import xsoftmax as xs
+
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "cuda.py"
 PARTS = [
     "device", "tests", "shared", "private", "exact", "language_model", "recurrent", "exact_wide",
@@ -181,12 +183,6 @@ def test_the_compiled_rival_equals_the_eager_one(figures):
     assert compiled.embedding.weight is naive.embedding.weight
 
 
-@pytest.mark.parametrize("goal, seconds", [(5.0, 10.0), (4.5, 15.0), (4.0, 20.0), (3.9, None)])
-def test_time_to_a_loss_is_interpolated(figures, goal, seconds):
-    curve = [{"seconds": 10.0, "loss": 5.0}, {"seconds": 20.0, "loss": 4.0}]
-    assert figures.language_model.seconds_to_reach(curve, goal) == seconds
-
-
 def fails(*arguments, **others):
     raise RuntimeError("out of memory")
 
@@ -204,7 +200,7 @@ def test_a_failing_rival_does_not_stop_the_part(figures, monkeypatch, part):
 
 @pytest.mark.slow
 def test_a_failing_output_layer_does_not_stop_the_part(figures, monkeypatch):
-    monkeypatch.setattr(figures.language_model.xs.LinearCrossEntropyLoss, "forward", fails)
+    monkeypatch.setattr(xs.LinearCrossEntropyLoss, "forward", fails)
     rows = rows_of(figures, monkeypatch, "language_model")
     failed = [figure for figure, _, detail in rows if detail == "RuntimeError: out of memory"]
     assert failed == ["(GPT, xs.LinearCrossEntropyLoss)"]

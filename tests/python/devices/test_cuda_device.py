@@ -49,7 +49,7 @@ BY_KMEANS = {
 # They draw random planes with the generator of the device, which differs from that of the CPU.
 BY_ANOTHER_GENERATOR = {"adaptive_index", "lsh_index"}
 # Their composites read all cells (tested in test_search_devices.py).
-BY_INDEX = {"search_budget", "search_topk"}
+BY_INDEX = {"perturbed_argmax", "search_budget", "search_topk"}
 # Padded on a device (tested in test_hierarchical_matcher.py).
 PADDED = {"shortlist"}
 

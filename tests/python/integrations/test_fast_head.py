@@ -40,10 +40,13 @@ FAST = [
     dict(do_sample=True, top_k=20),
     dict(do_sample=True, top_k=50, top_p=0.8, temperature=0.7),
     dict(do_sample=True, top_k=5, min_p=0.1, min_length=9),
+    dict(do_sample=True, top_k=0),
+    dict(do_sample=True, top_k=0, temperature=2.5),
 ]
 DENSE = [
     dict(num_beams=3, do_sample=False),
-    dict(do_sample=True, top_k=0),
+    dict(do_sample=True, top_k=0, min_new_tokens=9),
+    dict(do_sample=True, top_k=0, min_p=0.1),
     dict(do_sample=True, top_k=51),
     dict(do_sample=False, repetition_penalty=1.3),
     dict(do_sample=False, no_repeat_ngram_size=2),
@@ -63,6 +66,19 @@ def test_the_tokens_are_those_of_the_dense_head(options):
     assert torch.equal(made(model, **options), want)
     assert head.fast_steps > 0 and head.dense_steps == 2
     assert 0 < head.cells_read <= head.fast_steps * head.num_cells
+
+
+@pytest.mark.parametrize("top_p, temperature", [(0.95, 1.0), (0.7, 2.0), (0.2, 1.0)])
+def test_samples_of_top_p_are_those_of_the_dense_head(top_p, temperature):
+    """A sample outside of top_p is drawn again among all tokens."""
+    options = dict(do_sample=True, top_k=0, top_p=top_p, temperature=temperature)
+    model = gpt2()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.2)  # else one token has nearly all the probability
+    want = made(model, **options)
+    head = fast_head(model)
+    assert torch.equal(made(model, **options), want)
+    assert head.fast_steps > 0 and head.dense_steps > 2
 
 
 def test_the_tokens_of_16_bits_are_the_best_up_to_rounding():
@@ -232,6 +248,13 @@ def test_a_model_that_reorders_its_logits_scores_all_tokens():
     head = fast_head(model)
     # all positions of the prompt have logits
     assert torch.equal(made(model), want) and (head.fast_steps, head.dense_steps) == (22, 8)
+    slow_head(model)
+    options = dict(do_sample=True, top_k=0)
+    want = made(model, **options)
+    head = fast_head(model)
+    with pytest.warns(UserWarning, match="fast_head: the model changes the logits"):
+        assert torch.equal(made(model, **options), want)
+    assert head.fast_steps == 0
 
 
 def test_a_bias_after_the_head_is_refused():

@@ -1,0 +1,95 @@
+"""Trains the GPT of examples/gpt with several output layers for the same time, and compares their
+exact validation losses.
+
+    python benchmarks/gpt.py --data novels --out out/gpt [--minutes 20] [--loss plain sampled midx]
+                             [--threads 1] [--json [FILE]] [-- OPTIONS of examples/gpt/train.py]
+
+The output layers take turns between evaluations, so a machine that becomes slower slows all of
+them. Evaluation and compilation do not count as training time. The same command continues after an
+interruption.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from records import add_json, report, table
+from study import ROOT
+
+from examples.gpt.report import points_of, seconds_to_reach
+
+NAMES = {
+    "plain": "F.linear + F.cross_entropy", "exact": "xs.LinearCrossEntropyLoss",
+    "sampled": "xs.SampledSoftmaxLoss, unigram", "midx": "xs.SampledSoftmaxLoss, MIDX",
+    "liger": "Liger", "cce": "Cut Cross-Entropy"
+}
+
+
+def train(args: argparse.Namespace) -> dict:
+    """Trains, or goes on, and returns the metrics of the example."""
+    checkpoint = args.out / "checkpoint.pt"
+    command = [
+        sys.executable,
+        str(ROOT / "examples/gpt/train.py"), *(["--data", args.data] if args.data else []),
+        "--loss", *args.loss, "--max-minutes",
+        str(args.minutes), "--threads",
+        str(args.threads), "--output",
+        str(args.out), "--checkpoint",
+        str(checkpoint), *(["--resume"] if checkpoint.is_file() else []), *args.options
+    ]
+    args.out.mkdir(parents=True, exist_ok=True)
+    with open(args.out / "log.txt", "a") as log:
+        code = subprocess.run(command, stdout=log, stderr=log).returncode
+    if code != 0:
+        raise SystemExit(f"{' '.join(command)}: exit {code}, see {args.out / 'log.txt'}")
+    return json.loads((args.out / "history.json").read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="as in examples/gpt/train.py")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the run; kept "
+                        "between calls")
+    parser.add_argument("--minutes", type=float, default=20, help="training time of each output "
+                        "layer (default: %(default)s)")
+    parser.add_argument("--loss", nargs="+", choices=NAMES, default=["plain", "sampled", "midx"])
+    parser.add_argument("--threads", type=int, default=1)
+    add_json(parser)
+    argv = sys.argv[1:]
+    end = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:end])
+    args.options = argv[end + 1:]
+    found = train(args)
+    text, runs = found["text"], found["runs"]
+    curves = {NAMES[run["loss"]]: points_of(run) for run in runs}
+    goal = curves[NAMES["plain"] if "plain" in args.loss else NAMES[args.loss[0]]][-1]
+    rows, marks = [], range(1, 1 + max(map(len, curves.values())))
+    for run in runs:
+        name, points = NAMES[run["loss"]], curves[NAMES[run["loss"]]]
+        reached = seconds_to_reach(points, goal["loss"])
+        rows.append({
+            "output layer": name, "ms a step": f"{1e3 * run['train_seconds'] / run['steps']:.0f}",
+            "tokens": f"{run['tokens']:,}", **{
+                f"{args.minutes * mark / len(marks):.3g} min": f"{points[mark - 1]['loss']:.3f}" if mark <= len(points) else ""
+                for mark in marks
+            }, "test": f"{run['test_loss']:.3f}",
+            "time to the first's loss": f"{reached / goal['seconds']:.2f}"
+            if reached else "not reached"
+        })
+    sizes = {
+        "text": text["name"].rpartition("/")[2], "tokens": f"{text['num_tokens']:,} {text['unit']}",
+        "training text": f"{text['sizes']['train']:,} tokens"
+    }
+    report(
+        args, __doc__, question="Does a GPT reach a lower loss in the same time with samples?",
+        against="F.linear + F.cross_entropy under torch.compile, fused AdamW", threads=args.threads,
+        tables=[table(rows),
+                table([sizes])], rows=[{"figure": f"GPT, {name}: validation loss", "curve": points}
+                                       for name, points in curves.items()])
+
+
+if __name__ == "__main__":
+    main()
