@@ -10,21 +10,17 @@ namespace xsoftmax {
 constexpr int64_t kScanLanes = 16;  ///< rows, or cells, per vectorised product
 constexpr int64_t kScanQueries = 4; ///< queries that share each load of a cell
 
-/// Input and output of a scan for one query.
-struct ScanQuery {
-  const int8_t* code; ///< [4 quads]
-  int32_t threshold;
-  int32_t* slot;    ///< slots whose product is at least the threshold; room for 16 groups
-  int32_t* product; ///< products of these slots
-  int64_t count;    ///< number of these slots
-};
-
 /// Inner loops of a search: products with 16 rows at once. Rows are stored in groups of 16, with
 /// four coordinates (a quad) of each row adjacent: codes [groups, quads, 16, 4].
 struct CellScanTable {
-  /// Finds, for each of n <= kScanQueries queries, the slots (row - 16 x first group) whose product
-  /// sum(code x query code), exact in int32, is at least the threshold.
-  void (*scan)(ScanQuery* query, int64_t n, const uint8_t* codes, int64_t groups, int64_t quads);
+  /// peak[query, group] = the largest product sum(code x query code), exact in int32, of the 16
+  /// rows of each group, for n <= kScanQueries queries.
+  void (*peaks)(int32_t* peak, const int8_t* const* query, int64_t n, const uint8_t* codes,
+                int64_t groups, int64_t quads);
+  /// Writes the products of the 16 rows of a group. Returns a mask with bit `lane` set where the
+  /// product is at least the threshold.
+  uint32_t (*hits)(int32_t* product, const int8_t* query, const uint8_t* codes, int64_t quads,
+                   int32_t threshold);
   /// out[block, query, lane] = sum_d query[query, d] * rows[block, d, lane], with 16 rows per
   /// block. Sums are in the order of d, independent of n.
   void (*score)(float* out, const float* query, int64_t n, const float* rows, int64_t blocks,

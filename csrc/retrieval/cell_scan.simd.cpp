@@ -15,15 +15,6 @@ constexpr int64_t kFloats = kRegisterBytes / sizeof(float);
 using Floats = float __attribute__((vector_size(kRegisterBytes), aligned(4), may_alias));
 using Quad = int32_t __attribute__((aligned(1), may_alias)); // four coordinates of a query code
 
-static inline void take(ScanQuery& query, uint32_t hit, const int32_t* product, int64_t group) {
-  while (hit != 0) {
-    const int32_t lane = __builtin_ctz(hit);
-    query.slot[query.count] = int32_t(group * kLanes) + lane;
-    query.product[query.count++] = product[lane];
-    hit &= hit - 1;
-  }
-}
-
 // Accumulates the products of a quad (four coordinates) for 16 rows.
 #ifdef __AVX2__
 struct Sums {
@@ -63,21 +54,25 @@ struct Sums {
 };
 #endif
 
-template <int64_t n>
-void scan_widened(ScanQuery* query, const uint8_t* codes, int64_t groups, int64_t quads) {
+void products(int32_t* out, const int8_t* query, const uint8_t* codes, int64_t quads) {
+  Sums sums;
+  for (int64_t quad = 0; quad < quads; ++quad) {
+    sums.add(codes + quad * 4 * kLanes, query + 4 * quad);
+  }
+  sums.store(out);
+}
+
+void peaks_widened(int32_t* peak, const int8_t* const* query, int64_t n, const uint8_t* codes,
+                   int64_t groups, int64_t quads) {
   for (int64_t group = 0; group < groups; ++group, codes += quads * 4 * kLanes) {
     for (int64_t q = 0; q < n; ++q) {
-      Sums sums;
-      for (int64_t quad = 0; quad < quads; ++quad) {
-        sums.add(codes + quad * 4 * kLanes, query[q].code + 4 * quad);
-      }
       alignas(64) int32_t product[kLanes];
-      sums.store(product);
-      uint32_t hit = 0;
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        hit |= uint32_t(product[lane] >= query[q].threshold) << lane;
+      products(product, query[q], codes, quads);
+      int32_t largest = product[0];
+      for (int64_t lane = 1; lane < kLanes; ++lane) {
+        largest = product[lane] > largest ? product[lane] : largest;
       }
-      take(query[q], hit, product, group);
+      peak[q * groups + group] = largest;
     }
   }
 }
@@ -85,53 +80,106 @@ void scan_widened(ScanQuery* query, const uint8_t* codes, int64_t groups, int64_
 #ifdef __AVX512F__
 #define XS_VNNI __attribute__((target("avx512f,avx512bw,avx512vnni")))
 
-template <int64_t n>
-XS_VNNI void scan_vnni(ScanQuery* query, const uint8_t* codes, int64_t groups, int64_t quads) {
-  for (int64_t group = 0; group < groups; ++group, codes += quads * 4 * kLanes) {
-    __m512i sum[n];
-    for (int64_t q = 0; q < n; ++q) {
-      sum[q] = _mm512_setzero_si512();
+// Products of `count` groups with n queries: several sums at once, since each addition waits for
+// the one before.
+template <int64_t n, int64_t count>
+XS_VNNI inline void peaks_of_groups(int32_t* peak, const int8_t* const* query, const uint8_t* codes,
+                                    int64_t groups, int64_t quads) {
+  __m512i sum[n][count];
+  for (int64_t q = 0; q < n; ++q) {
+    for (int64_t g = 0; g < count; ++g) {
+      sum[q][g] = _mm512_setzero_si512();
     }
-    for (int64_t quad = 0; quad < quads; ++quad) {
-      const __m512i rows = _mm512_loadu_si512(codes + quad * 4 * kLanes);
-      for (int64_t q = 0; q < n; ++q) {
-        sum[q] = _mm512_dpbusd_epi32(sum[q], rows,
-                                     _mm512_set1_epi32(*(const Quad*)(query[q].code + 4 * quad)));
-      }
+  }
+  for (int64_t quad = 0; quad < quads; ++quad) {
+    __m512i rows[count];
+    for (int64_t g = 0; g < count; ++g) {
+      rows[g] = _mm512_loadu_si512(codes + (g * quads + quad) * 4 * kLanes);
     }
     for (int64_t q = 0; q < n; ++q) {
-      const uint32_t hit = _mm512_cmpge_epi32_mask(sum[q], _mm512_set1_epi32(query[q].threshold));
-      if (hit != 0) {
-        alignas(64) int32_t product[kLanes];
-        _mm512_store_si512(product, sum[q]);
-        take(query[q], hit, product, group);
+      const __m512i code = _mm512_set1_epi32(*(const Quad*)(query[q] + 4 * quad));
+      for (int64_t g = 0; g < count; ++g) {
+        sum[q][g] = _mm512_dpbusd_epi32(sum[q][g], rows[g], code);
       }
     }
   }
+  for (int64_t q = 0; q < n; ++q) {
+    for (int64_t g = 0; g < count; ++g) {
+      peak[q * groups + g] = _mm512_reduce_max_epi32(sum[q][g]);
+    }
+  }
+}
+
+template <int64_t n>
+XS_VNNI void peaks_vnni(int32_t* peak, const int8_t* const* query, const uint8_t* codes,
+                        int64_t groups, int64_t quads) {
+  constexpr int64_t count = n == 1 ? 8 : 4;
+  int64_t group = 0;
+  for (; group + count <= groups; group += count) {
+    peaks_of_groups<n, count>(peak + group, query, codes + group * quads * 4 * kLanes, groups,
+                              quads);
+  }
+  for (; group < groups; ++group) {
+    peaks_of_groups<n, 1>(peak + group, query, codes + group * quads * 4 * kLanes, groups, quads);
+  }
+}
+
+XS_VNNI uint32_t hits_vnni(int32_t* product, const int8_t* query, const uint8_t* codes,
+                           int64_t quads, int32_t threshold) {
+  constexpr int64_t parts = 4;
+  __m512i sum[parts];
+  for (int64_t i = 0; i < parts; ++i) {
+    sum[i] = _mm512_setzero_si512();
+  }
+  const auto add = [&](int64_t quad, __m512i& part) XS_VNNI {
+    part = _mm512_dpbusd_epi32(part, _mm512_loadu_si512(codes + quad * 4 * kLanes),
+                               _mm512_set1_epi32(*(const Quad*)(query + 4 * quad)));
+  };
+  int64_t quad = 0;
+  for (; quad + parts <= quads; quad += parts) {
+    for (int64_t i = 0; i < parts; ++i) {
+      add(quad + i, sum[i]);
+    }
+  }
+  for (; quad < quads; ++quad) {
+    add(quad, sum[0]);
+  }
+  const __m512i all =
+      _mm512_add_epi32(_mm512_add_epi32(sum[0], sum[1]), _mm512_add_epi32(sum[2], sum[3]));
+  _mm512_storeu_si512(product, all);
+  return _mm512_cmpge_epi32_mask(all, _mm512_set1_epi32(threshold));
 }
 #endif
 
-template <int64_t n>
-void scan_some(ScanQuery* query, const uint8_t* codes, int64_t groups, int64_t quads) {
+void peaks(int32_t* peak, const int8_t* const* query, int64_t n, const uint8_t* codes,
+           int64_t groups, int64_t quads) {
 #ifdef __AVX512F__
   if (__builtin_cpu_supports("avx512vnni")) {
-    return scan_vnni<n>(query, codes, groups, quads);
+    switch (n) {
+      case 1: return peaks_vnni<1>(peak, query, codes, groups, quads);
+      case 2: return peaks_vnni<2>(peak, query, codes, groups, quads);
+      case 3: return peaks_vnni<3>(peak, query, codes, groups, quads);
+      case 4: return peaks_vnni<4>(peak, query, codes, groups, quads);
+      default: return;
+    }
   }
 #endif
-  scan_widened<n>(query, codes, groups, quads);
+  peaks_widened(peak, query, n, codes, groups, quads);
 }
 
-void scan(ScanQuery* query, int64_t n, const uint8_t* codes, int64_t groups, int64_t quads) {
-  for (int64_t q = 0; q < n; ++q) {
-    query[q].count = 0;
+uint32_t hits(int32_t* product, const int8_t* query, const uint8_t* codes, int64_t quads,
+              int32_t threshold) {
+#ifdef __AVX512F__
+  if (__builtin_cpu_supports("avx512vnni")) {
+    return hits_vnni(product, query, codes, quads, threshold);
   }
-  switch (n) {
-    case 1: return scan_some<1>(query, codes, groups, quads);
-    case 2: return scan_some<2>(query, codes, groups, quads);
-    case 3: return scan_some<3>(query, codes, groups, quads);
-    case 4: return scan_some<4>(query, codes, groups, quads);
-    default: return;
+#endif
+  products(product, query, codes, quads);
+  uint32_t mask = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    mask |= uint32_t(product[lane] >= threshold) << lane;
   }
+  return mask;
 }
 
 template <int64_t n>
@@ -206,7 +254,7 @@ double dot(const double* query, const T* row, int64_t width) {
 
 } // namespace
 
-extern const CellScanTable cell_scan{scan,       score,       reached,   expected_hits,
+extern const CellScanTable cell_scan{peaks,      hits,        score,     reached, expected_hits,
                                      dot<float>, dot<double>, dot<Bf16>, dot<F16>};
 
 } // namespace xsoftmax::XS_ISA

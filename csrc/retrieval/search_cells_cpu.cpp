@@ -14,8 +14,10 @@ namespace {
 
 constexpr int64_t kChunk = 64; // queries that scan the cells together
 constexpr int64_t kParts = 8; // tasks that share the cells of a chunk if queries are few
-constexpr int64_t kGroups = 64; // groups of a cell per scan
-constexpr int64_t kFirstCells = 8; // cells read before the bounds of the others are compared
+constexpr int64_t kGroups = 64; // groups of a cell whose coarse codes are compared at once
+// Cells that a query reads before the bounds of the others are compared. Of many queries, each
+// reads few, since the others are then read together.
+constexpr int64_t kFirstCells = 8, kFirstOfMany = 2, kMany = 16;
 constexpr int64_t kFirstLikely = 2; // the same if the number of cells is limited
 constexpr int64_t kCandidates = 4096; // candidates per query before they are rescored
 
@@ -27,6 +29,25 @@ struct RankedCell {
     return a.value > b.value || (a.value == b.value && a.cell < b.cell);
   }
 };
+
+VectorCode encode(const std::vector<double>& z, int8_t* code) {
+  double largest = 0;
+  for (const double x : z) {
+    largest = std::max(largest, std::abs(x));
+  }
+  VectorCode result;
+  result.scale = largest > 0 ? largest / 127 : 1;
+  double square = 0;
+  for (size_t d = 0; d < z.size(); ++d) {
+    const double nearest = std::nearbyint(z[d] / result.scale),
+                 error = z[d] - nearest * result.scale;
+    code[d] = int8_t(nearest);
+    result.offset += 128 * int64_t(nearest);
+    square += error * error;
+  }
+  result.residual = std::sqrt(square) * (1 + 1e-7);
+  return result;
+}
 
 // Keeps the `count` most likely cells in a heap, least likely in front.
 void keep_best(std::vector<RankedCell>& cells, int64_t count, RankedCell cell) {
@@ -59,18 +80,13 @@ void BestClasses::add(int64_t k, double low, double upper, int64_t id) {
   }
 }
 
-ScanScratch::ScanScratch() {
-  for (int64_t i = 0; i < kScanQueries; ++i) {
-    slot[i].resize(kGroups * kScanLanes);
-    product[i].resize(kGroups * kScanLanes);
-  }
-}
-
 CellReader::CellReader(const SearchIndexView& index, int64_t k, const SearchOptions& options)
     : index_(index), k_(k), options_(options), exact_(!options.max_cells.has_value()),
       start_(index.start.const_data_ptr<int64_t>()), order_(index.order.const_data_ptr<int64_t>()),
-      radius_(index.radius.const_data_ptr<float>()), codes_(index.codes.const_data_ptr<uint8_t>()) {
-}
+      radius_(index.radius.const_data_ptr<float>()), tail_(index.tail.const_data_ptr<float>()),
+      codes_(index.codes.const_data_ptr<uint8_t>()),
+      coarse_(index.directions > 0 ? index.coarse.const_data_ptr<uint8_t>() : codes_),
+      coarse_quads_(index.directions > 0 ? index.directions / 4 : index.quads) {}
 
 int64_t CellReader::chunk_size(int64_t chunk) const {
   return std::min(kChunk, count_ - chunk * kChunk);
@@ -97,6 +113,7 @@ void CellReader::read_wave(int64_t first, int64_t count) {
   queries_.assign(count_, {});
   found_.assign(count_, {});
   query_codes_.assign(count_ * index_.quads * 4, 0);
+  query_coarse_.assign(count_ * index_.directions, 0);
   products_.resize(count_ * index_.blocks * kScanLanes);
   read_.assign(count_ * index_.blocks, 0);
   const int64_t chunks = (count_ + kChunk - 1) / kChunk;
@@ -148,21 +165,29 @@ void CellReader::prepare(int64_t q, ScanScratch& scratch, float* row) {
   if (!query.searched) {
     return;
   }
-  int8_t* code = query_codes_.data() + q * index_.quads * 4;
   query.exponent = -std::ilogb(largest);
-  query.scale = std::scalbn(largest, query.exponent) / 127;
-  double square = 0, residual = 0;
+  double square = 0;
   for (int64_t d = 0; d < index_.width; ++d) {
-    const double z = std::scalbn(wide[d], query.exponent),
-                 nearest = std::nearbyint(z / query.scale), error = z - nearest * query.scale;
-    row[d] = float(z);
-    code[d] = int8_t(nearest);
-    query.offset += 128 * int64_t(nearest);
-    square += z * z;
-    residual += error * error;
+    wide[d] = std::scalbn(wide[d], query.exponent);
+    row[d] = float(wide[d]);
+    square += wide[d] * wide[d];
   }
   query.length = std::sqrt(square) * (1 + 1e-7);
-  query.residual = std::sqrt(residual) * (1 + 1e-7);
+  query.whole = encode(wide, query_codes_.data() + q * index_.quads * 4);
+  if (index_.directions == 0) {
+    query.coarse = query.whole;
+    return;
+  }
+  std::vector<double>& coordinates = scratch.coordinates;
+  coordinates.resize(index_.directions);
+  const double* basis = index_.basis.const_data_ptr<double>();
+  double of_coordinates = 0;
+  for (int64_t i = 0; i < index_.directions; ++i) {
+    coordinates[i] = cell_scan().dot(wide.data(), basis + i * index_.width, index_.width);
+    of_coordinates += coordinates[i] * coordinates[i];
+  }
+  query.tail = std::sqrt(remaining_square(square, of_coordinates)) * (1 + 1e-7);
+  query.coarse = encode(coordinates, query_coarse_.data() + q * index_.directions);
 }
 
 // Finds the largest noise of each group and cell of a query.
@@ -206,7 +231,9 @@ float CellReader::deviation(int64_t q) const {
 // Reads the most promising cells until they hold k classes.
 void CellReader::read_first(int64_t q, ScanScratch& scratch) {
   const float range = 3 * deviation(q);
-  const int64_t most = exact_ ? kFirstCells : std::min(kFirstLikely, *options_.max_cells);
+  const int64_t most = !exact_ ? std::min(kFirstLikely, *options_.max_cells)
+      : count_ < kMany         ? kFirstCells
+                               : kFirstOfMany;
   std::vector<RankedCell> cells;
   const auto gather = [&](int64_t keep) {
     for (int64_t block = 0; block < index_.blocks; ++block) {
@@ -333,121 +360,141 @@ void CellReader::read_remaining(int64_t chunk, int64_t first_block, int64_t last
 
 // A cell and the queries that scan it.
 struct CellReader::Cell {
+  // How far a score may be from the product of codes, and what a unit of that product is.
+  struct Scan { double error, unit; };
   int64_t count; // number of queries
   const int64_t* query;
   double code_error;
   std::array<BestClasses*, kScanQueries> best;
-  std::array<double, kScanQueries> product, error, unit;
+  std::array<double, kScanQueries> product;
+  std::array<Scan, kScanQueries> whole, coarse;
 };
 
 // Scans a cell for n queries. found: results of the first query; if indexed, of query 0.
 void CellReader::scan_cell(int64_t cell, const int64_t* query, int64_t n, BestClasses* found,
                            ScanScratch& scratch, bool indexed) {
   const int64_t block = cell / kScanLanes, lane = cell % kScanLanes;
-  const double scale = bounds(kScale, block)[lane], code_error = bounds(kCodeError, block)[lane],
-               code_norm = bounds(kCodeNorm, block)[lane];
-  Cell of_cell{n, query, code_error, {}, {}, {}, {}};
+  const auto bound = [&](SearchBound which) { return double(bounds(which, block)[lane]); };
+  const auto scan = [&](const CodedQuery& of, const VectorCode& code, SearchBound scale,
+                        SearchBound error, SearchBound norm) {
+    return Cell::Scan{of.length * bound(error) + code.residual * bound(norm),
+                      code.scale * bound(scale)};
+  };
+  Cell of_cell{n, query, bound(kCodeError), {}, {}, {}, {}};
   for (int64_t i = 0; i < n; ++i) {
-    const CodedQuery& cell_queries = queries_[query[i]];
+    const CodedQuery& of = queries_[query[i]];
     of_cell.best[i] = indexed ? found + query[i] : found;
     of_cell.product[i] = products(query[i], block)[lane];
-    of_cell.error[i] = cell_queries.length * code_error + cell_queries.residual * code_norm;
-    of_cell.unit[i] = cell_queries.scale * scale;
+    of_cell.whole[i] = scan(of, of.whole, kScale, kCodeError, kCodeNorm);
+    of_cell.coarse[i] = index_.directions > 0
+        ? scan(of, of.coarse, kCoarseScale, kCoarseError, kCoarseNorm)
+        : of_cell.whole[i];
     read_[query[i] * index_.blocks + block] |= uint16_t(1) << lane;
     ++of_cell.best[i]->cells;
   }
   for (int64_t first = start_[cell]; first < start_[cell + 1]; first += kGroups) {
-    const int64_t last = std::min(first + kGroups, start_[cell + 1]);
-    is_perturbed() ? scan_perturbed_groups(of_cell, first, last, scratch)
-                   : scan_groups(of_cell, first, last, scratch);
+    scan_groups(of_cell, first, std::min(first + kGroups, start_[cell + 1]), scratch);
   }
 }
 
-// Returns the smallest product of codes whose class may score above z.c by this much; the largest
-// int32 if there is none.
-int32_t CellReader::product_threshold(const Cell& cell, int64_t i, double above_product) const {
-  const double threshold = std::floor((above_product - cell.error[i]) / cell.unit[i]) +
-      double(queries_[cell.query[i]].offset);
-  constexpr double least = std::numeric_limits<int32_t>::min(),
-                   most = std::numeric_limits<int32_t>::max();
-  return threshold > least ? int32_t(std::min(threshold, most)) : int32_t(least);
-}
-
-// As scan_groups, but each group has a threshold of its own, lower by its largest noise.
-void CellReader::scan_perturbed_groups(const Cell& cell, int64_t first, int64_t last,
-                                       ScanScratch& scratch) {
-  for (int64_t i = 0; i < cell.count; ++i) {
-    const int64_t q = cell.query[i];
-    const CodedQuery& query = queries_[q];
-    for (int64_t group = first; group < last; ++group) {
-      const double above_product = cell.best[i]->threshold - cell.product[i] -
-          std::scalbn(double(group_noise_[q * index_.groups + group]), query.exponent);
-      const float least = float((above_product / query.length - cell.code_error) * (1 - 1e-6));
-      if (radius_[group] < least) {
-        continue;
-      }
-      const int32_t threshold = product_threshold(cell, i, above_product);
-      if (threshold == std::numeric_limits<int32_t>::max()) {
-        continue;
-      }
-      ScanQuery scan{query_codes_.data() + q * index_.quads * 4, threshold, scratch.slot[0].data(),
-                     scratch.product[0].data(), 0};
-      cell_scan().scan(&scan, 1, codes_ + group * index_.quads * 4 * kScanLanes, 1, index_.quads);
-      take_hits(cell, i, group, scan, scratch);
-    }
-  }
-}
-
-// Scans groups [first, last) of a cell, at most kGroups.
+// Compares the coarse codes of groups [first, last) of a cell, at most kGroups, and reads those
+// groups that may hold one of the best.
 void CellReader::scan_groups(const Cell& cell, int64_t first, int64_t last, ScanScratch& scratch) {
-  std::array<ScanQuery, kScanQueries> scans;
-  std::array<int64_t, kScanQueries> which;
+  std::array<int64_t, kScanQueries> which, some;
+  std::array<const int8_t*, kScanQueries> codes;
   int64_t scanned = 0, groups = 0;
   for (int64_t i = 0; i < cell.count; ++i) {
-    const CodedQuery& cell_queries = queries_[cell.query[i]];
-    const double above_product = cell.best[i]->threshold - cell.product[i];
-    // Groups are sorted by falling radius. Counts those that may hold one of the best.
-    const float least = float((above_product / cell_queries.length - cell.code_error) * (1 - 1e-6));
-    const int64_t some = std::partition_point(radius_ + first, radius_ + last,
-                                              [&](float radius) { return !(radius < least); }) -
-        (radius_ + first);
-    const int32_t bound = product_threshold(cell, i, above_product);
-    if (some == 0 || bound == std::numeric_limits<int32_t>::max()) {
-      continue;
+    const int64_t q = cell.query[i];
+    int64_t count = last - first;
+    if (!is_perturbed()) {
+      // Groups are sorted by falling radius. Counts those that may hold one of the best.
+      const double above_product = cell.best[i]->threshold - cell.product[i];
+      const float least =
+          float((above_product / queries_[q].length - cell.code_error) * (1 - 1e-6));
+      count = std::partition_point(radius_ + first, radius_ + last,
+                                   [&](float radius) { return !(radius < least); }) -
+          (radius_ + first);
     }
-    groups = std::max(groups, some);
-    which[scanned] = i;
-    scans[scanned] = {query_codes_.data() + cell.query[i] * index_.quads * 4, bound,
-                      scratch.slot[scanned].data(), scratch.product[scanned].data(), 0};
-    ++scanned;
+    if (count > 0) {
+      which[scanned] = i;
+      some[scanned] = count;
+      codes[scanned++] = index_.directions > 0 ? query_coarse_.data() + q * index_.directions
+                                               : query_codes_.data() + q * index_.quads * 4;
+      groups = std::max(groups, count);
+    }
   }
   if (scanned == 0) {
     return;
   }
-  cell_scan().scan(scans.data(), scanned, codes_ + first * index_.quads * 4 * kScanLanes, groups,
-                   index_.quads);
+  scratch.peaks.resize(kScanQueries * kGroups);
+  cell_scan().peaks(scratch.peaks.data(), codes.data(), scanned,
+                    coarse_ + first * coarse_quads_ * 4 * kScanLanes, groups, coarse_quads_);
   for (int64_t s = 0; s < scanned; ++s) {
-    take_hits(cell, which[s], first, scans[s], scratch);
+    read_groups(cell, which[s], first, some[s], scratch.peaks.data() + s * groups, scratch);
   }
 }
 
-// Adds the classes that a scan of query i found to its candidates.
-void CellReader::take_hits(const Cell& cell, int64_t i, int64_t first, const ScanQuery& scan,
-                           ScanScratch& scratch) const {
-  BestClasses& best = *cell.best[i];
-  const int64_t offset = queries_[cell.query[i]].offset;
-  for (int64_t hit = 0; hit < scan.count; ++hit) {
-    const int64_t id = order_[first * kScanLanes + scan.slot[hit]];
-    double score = cell.product[i] + cell.unit[i] * double(scan.product[hit] - offset);
-    if (is_perturbed() && id >= 0 && id < classes_) {
-      score += noise(cell.query[i], id);
+// Reads groups for query i, the most promising one first, so that its best classes exclude others.
+void CellReader::read_groups(const Cell& cell, int64_t i, int64_t first, int64_t groups,
+                             const int32_t* peak, ScanScratch& scratch) {
+  const int64_t q = cell.query[i];
+  const CodedQuery& query = queries_[q];
+  const Cell::Scan& coarse = cell.coarse[i];
+  const BestClasses& best = *cell.best[i];
+  std::vector<double>& bounds = scratch.bounds;
+  bounds.resize(kGroups);
+  int64_t highest = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    bounds[g] = cell.product[i] + coarse.unit * double(peak[g] - query.coarse.offset) +
+        coarse.error + query.tail * double(tail_[first + g]) + group_noise(q, first + g);
+    highest = bounds[g] > bounds[highest] ? g : highest;
+  }
+  if (bounds[highest] < best.threshold) {
+    return;
+  }
+  read_group(cell, i, first + highest, group_noise(q, first + highest), scratch);
+  for (int64_t g = 0; g < groups; ++g) {
+    if (g != highest && !(bounds[g] < best.threshold)) {
+      read_group(cell, i, first + g, group_noise(q, first + g), scratch);
     }
-    if (id >= 0 && !(score + cell.error[i] < best.threshold)) {
-      best.add(k_, score - cell.error[i], score + cell.error[i], id);
+  }
+}
+
+// Adds the classes of a group that may be among the best of query i to its candidates. No class of
+// the group has more noise than `noise_of_group`.
+void CellReader::read_group(const Cell& cell, int64_t i, int64_t group, double noise_of_group,
+                            ScanScratch& scratch) {
+  const int64_t q = cell.query[i];
+  const Cell::Scan& scan = cell.whole[i];
+  BestClasses& best = *cell.best[i];
+  const int64_t offset = queries_[q].whole.offset;
+  const double least =
+      std::floor((best.threshold - cell.product[i] - noise_of_group - scan.error) / scan.unit) +
+      double(offset);
+  constexpr double lowest = std::numeric_limits<int32_t>::min(),
+                   highest = std::numeric_limits<int32_t>::max();
+  if (least > highest) {
+    return;
+  }
+  alignas(64) std::array<int32_t, kScanLanes> product;
+  uint32_t hits =
+      cell_scan().hits(product.data(), query_codes_.data() + q * index_.quads * 4,
+                       codes_ + group * index_.quads * 4 * kScanLanes, index_.quads,
+                       least > lowest ? int32_t(least) : std::numeric_limits<int32_t>::min());
+  for (; hits != 0; hits &= hits - 1) {
+    const int lane = std::countr_zero(hits);
+    const int64_t id = order_[group * kScanLanes + lane];
+    if (id < 0) {
+      continue;
+    }
+    const double score = cell.product[i] + scan.unit * double(product[lane] - offset) +
+        (id < classes_ ? noise(q, id) : 0);
+    if (!(score + scan.error < best.threshold)) {
+      best.add(k_, score - scan.error, score + scan.error, id);
     }
   }
   if (int64_t(best.candidates.size()) > kCandidates) {
-    rescore(cell.query[i], best, scratch);
+    rescore(q, best, scratch);
   }
 }
 

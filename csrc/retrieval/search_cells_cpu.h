@@ -28,15 +28,22 @@ struct ScoredClass {
   }
 };
 
-/// A query and its code. It is searched as z 2^exponent, whose largest coordinate is in [1, 2), so
+/// The 8-bit code of a vector z: z is approximately scale x code.
+struct VectorCode {
+  double scale = 1;
+  double residual = 0; // |z - scale x code|
+  int64_t offset = 0; // contribution of the 128 in the codes of rows to a product
+};
+
+/// A query and its codes. It is searched as z 2^exponent, whose largest coordinate is in [1, 2), so
 /// that bounds neither overflow nor underflow.
 struct CodedQuery {
   bool searched = false; // whether it is finite and not 0
   int exponent = 0;
   double length = 0; // |z|
-  double scale = 1; // z is approximately scale x code
-  double residual = 0; // |z - scale x code|
-  int64_t offset = 0; // contribution of the 128 in the codes of rows to a product
+  VectorCode whole;
+  VectorCode coarse; // of its coordinates in the basis; without a basis, the same as `whole`
+  double tail = 0; // length of what the basis leaves of z
 };
 
 /// Candidates and results of a query. Every class that was read and is not in one of the lists is
@@ -55,12 +62,10 @@ struct BestClasses {
   void add(int64_t k, double low, double upper, int64_t id);
 };
 
-/// Scan buffers of a thread.
+/// Buffers of a thread.
 struct ScanScratch {
-  std::array<std::vector<int32_t>, kScanQueries> slot, product;
-  std::vector<double> wide;
-
-  ScanScratch();
+  std::vector<int32_t> peaks;
+  std::vector<double> bounds, wide, coordinates;
 };
 
 /// Reads cells for waves of queries. Derived classes know the dtype of the class table.
@@ -130,15 +135,21 @@ class CellReader {
   void scan_cell(int64_t cell, const int64_t* query, int64_t n, BestClasses* found,
                  ScanScratch& scratch, bool indexed = false);
   void scan_groups(const Cell& cell, int64_t first, int64_t last, ScanScratch& scratch);
-  void scan_perturbed_groups(const Cell& cell, int64_t first, int64_t last, ScanScratch& scratch);
-  int32_t product_threshold(const Cell& cell, int64_t i, double above_product) const;
-  void take_hits(const Cell& cell, int64_t i, int64_t first, const ScanQuery& scan,
-                 ScanScratch& scratch) const;
+  void read_groups(const Cell& cell, int64_t i, int64_t first, int64_t groups, const int32_t* peak,
+                   ScanScratch& scratch);
+  void read_group(const Cell& cell, int64_t i, int64_t group, double noise_of_group,
+                  ScanScratch& scratch);
+  double group_noise(int64_t q, int64_t group) const {
+    return is_perturbed()
+        ? std::scalbn(double(group_noise_[q * index_.groups + group]), queries_[q].exponent)
+        : 0;
+  }
 
   const int64_t *start_, *order_;
-  const float* radius_;
-  const uint8_t* codes_;
-  std::vector<int8_t> query_codes_;
+  const float *radius_, *tail_;
+  const uint8_t *codes_, *coarse_;
+  const int64_t coarse_quads_;
+  std::vector<int8_t> query_codes_, query_coarse_;
   std::vector<float> products_, peaks_;
   const float* noise_ = nullptr;
   int64_t classes_ = 0;

@@ -6,6 +6,7 @@
 #include "cpu/memory.h"
 #include "op/operators.h"
 #include "retrieval/cell_scan.h"
+#include "retrieval/search_basis.h"
 #include "table/row_kernels.h"
 #include "op/find_op.h"
 
@@ -59,7 +60,8 @@ std::vector<Tensor> search_index_meta(const Tensor& weight, const OptionalTensor
   check_search_index(weight, bias, cell, num_cells);
   const c10::SymInt groups = (weight.sym_size(0) + (kScanLanes - 1) * num_cells) / kScanLanes,
                     width = weight.sym_size(1) + is_defined(bias);
-  const int64_t blocks = (num_cells + kScanLanes - 1) / kScanLanes;
+  const int64_t blocks = (num_cells + kScanLanes - 1) / kScanLanes,
+                directions = search_directions(width.guard_int(__FILE__, __LINE__));
   const auto real = weight.options().dtype(at::kFloat), integer = weight.options().dtype(at::kLong);
   return {
       at::empty_symint({groups * kScanLanes}, integer),
@@ -68,7 +70,10 @@ std::vector<Tensor> search_index_meta(const Tensor& weight, const OptionalTensor
       at::empty_symint({groups}, real),
       at::empty_symint({blocks, width, kScanLanes}, real),
       at::empty_symint({kBounds, blocks * kScanLanes}, real),
-      at::empty({}, real)};
+      at::empty({}, real),
+      at::empty_symint({directions, width}, weight.options().dtype(at::kDouble)),
+      at::empty_symint({groups, directions / 4, kScanLanes, 4}, weight.options().dtype(at::kByte)),
+      at::empty_symint({groups}, real)};
 }
 
 // Reads rows of a table in float64, with the bias as an additional coordinate.
@@ -106,7 +111,7 @@ class IndexBuilder {
       : weight_(weight.contiguous()), bias_(is_defined(bias) ? bias->contiguous() : Tensor()),
         cells_(num_cells), index_(search_index_meta(weight, bias, cell, num_cells)),
         classes_(weight.size(0)), width_(weight.size(1) + is_defined(bias)),
-        quads_((width_ + 3) / 4) {
+        quads_((width_ + 3) / 4), directions_(search_directions(width_)) {
     for (Tensor& tensor : index_) {
       advise_huge_pages(tensor);
     }
@@ -152,6 +157,14 @@ class IndexBuilder {
     index_[3].zero_();
     index_[4].zero_();
     index_[5].zero_();
+    std::fill_n(data<uint8_t>(index_[8]), index_[8].numel(), uint8_t(128));
+    index_[9].zero_();
+    if (directions_ > 0) {
+      Rows<T> rows(weight_, bias_, beta);
+      const std::vector<double> basis = leading_directions(
+          [&](int64_t id, double* out) { rows.read(id, out); }, classes_, width_, directions_);
+      std::copy(basis.begin(), basis.end(), data<double>(index_[7]));
+    }
     float* reach = data<float>(index_[5]);
     std::fill_n(reach, index_[5].size(1), -std::numeric_limits<float>::infinity());
     std::atomic<int64_t> bad = classes_;
@@ -269,21 +282,70 @@ class IndexBuilder {
       error = std::max(error, error_square);
       norm = std::max(norm, norm_square);
     }
-    const auto set = [&](SearchBound which, float value) {
-      data<float>(index_[5])[which * index_[5].size(1) + c] = value;
-    };
-    set(kReach, above(-by_norm[0].first + rounding));
-    set(kScale, scale);
-    set(kCodeError, above(std::sqrt(error) + rounding));
-    set(kCodeNorm, above(std::sqrt(norm) * (1 + 1e-12)));
-    set(kSize, float(size));
+    if (directions_ > 0) {
+      code_coarsely(c, by_norm, rounding, remainder, row);
+    }
+    set(c, kReach, above(-by_norm[0].first + rounding));
+    set(c, kScale, scale);
+    set(c, kCodeError, above(std::sqrt(error) + rounding));
+    set(c, kCodeNorm, above(std::sqrt(norm) * (1 + 1e-12)));
+    set(c, kSize, float(size));
     return classes_;
+  }
+
+  // Encodes the coordinates of the remainders of a cell in the basis. `remainder` writes the
+  // remainder of a class to `row`, and returns its squared length.
+  template <typename Remainder>
+  void code_coarsely(int64_t c, const std::vector<std::pair<double, int64_t>>& by_norm,
+                     double rounding, const Remainder& remainder, const std::vector<double>& row) {
+    const int64_t size = int64_t(by_norm.size()), group = data<int64_t>(index_[2])[c];
+    const double* basis = data<double>(index_[7]);
+    float* tail = data<float>(index_[9]) + group;
+    std::vector<float> coordinates(size * directions_);
+    float largest = 0;
+    for (int64_t j = 0; j < size; ++j) {
+      const double square = remainder(by_norm[j].second);
+      double of_coordinates = 0;
+      for (int64_t i = 0; i < directions_; ++i) {
+        const double x = cell_scan().dot(row.data(), basis + i * width_, width_);
+        of_coordinates += x * x;
+        coordinates[j * directions_ + i] = float(x);
+        largest = std::max(largest, std::abs(float(x)));
+      }
+      float& of_group = tail[j / kScanLanes];
+      of_group = std::max(of_group, above(std::sqrt(remaining_square(square, of_coordinates))));
+    }
+    const float scale = std::max(above(double(largest) / 127), 0x1p-100f);
+    uint8_t* codes = data<uint8_t>(index_[8]) + group * directions_ * kScanLanes;
+    double error = 0, norm = 0;
+    for (int64_t j = 0; j < size; ++j) {
+      uint8_t* code = codes + (j / kScanLanes) * directions_ * kScanLanes + (j % kScanLanes) * 4;
+      double error_square = 0, norm_square = 0;
+      for (int64_t i = 0; i < directions_; ++i) {
+        const double x = coordinates[j * directions_ + i],
+                     nearest = std::clamp(std::nearbyint(x / scale), -127.0, 127.0),
+                     decoded = nearest * scale;
+        code[(i / 4) * 4 * kScanLanes + i % 4] = uint8_t(int(nearest) + 128);
+        error_square += (x - decoded) * (x - decoded);
+        norm_square += decoded * decoded;
+      }
+      error = std::max(error, error_square);
+      norm = std::max(norm, norm_square);
+    }
+    set(c, kCoarseScale, scale);
+    // `rounding` includes that of the coordinates to float32.
+    set(c, kCoarseError, above(std::sqrt(error) + rounding));
+    set(c, kCoarseNorm, above(std::sqrt(norm) * (1 + 1e-12)));
+  }
+
+  void set(int64_t c, SearchBound which, float value) {
+    data<float>(index_[5])[which * index_[5].size(1) + c] = value;
   }
 
   const Tensor weight_, bias_;
   const int64_t cells_;
   std::vector<Tensor> index_;
-  const int64_t classes_, width_, quads_;
+  const int64_t classes_, width_, quads_, directions_;
   std::vector<int64_t> first_, members_;
 };
 
@@ -310,9 +372,10 @@ std::vector<Tensor> search_index_elsewhere(const Tensor& weight, const OptionalT
 
 SearchIndexView::SearchIndexView(const char* op, at::TensorList index, const Tensor& weight,
                                  const OptionalTensor& bias) {
-  TORCH_CHECK_VALUE(index.size() == 7, op, ": expected an index of 7 tensors, got ", index.size());
+  TORCH_CHECK_VALUE(index.size() == 10, op, ": expected an index of 10 tensors, got ",
+                    index.size());
   order = index[0], codes = index[1], start = index[2], radius = index[3], centre = index[4],
-  bounds = index[5], beta = index[6];
+  bounds = index[5], beta = index[6], basis = index[7], coarse = index[8], tail = index[9];
   const auto tensor = [&](const char* name, const Tensor& part, int64_t dim, at::ScalarType dtype) {
     check::dim(op, name, part, dim);
     check::dtype(op, name, part, dtype);
@@ -326,9 +389,12 @@ SearchIndexView::SearchIndexView(const char* op, at::TensorList index, const Ten
   tensor("index[4]", centre, 3, at::kFloat);
   tensor("index[5]", bounds, 2, at::kFloat);
   tensor("index[6]", beta, 0, at::kFloat);
+  tensor("index[7]", basis, 2, at::kDouble);
+  tensor("index[8]", coarse, 4, at::kByte);
+  tensor("index[9]", tail, 1, at::kFloat);
   width = weight.size(1) + is_defined(bias), quads = (width + 3) / 4;
   cells = start.size(0) - 1, blocks = (cells + kScanLanes - 1) / kScanLanes,
-  groups = radius.size(0);
+  groups = radius.size(0), directions = search_directions(width);
   TORCH_CHECK_VALUE(cells >= 1, op, ": expected index[2] of at least 2 numbers, got ",
                     start.size(0));
   const auto sizes = [&](const char* name, const Tensor& part, at::IntArrayRef expected) {
@@ -339,6 +405,9 @@ SearchIndexView::SearchIndexView(const char* op, at::TensorList index, const Ten
   sizes("index[1]", codes, {groups, quads, kScanLanes, 4});
   sizes("index[4]", centre, {blocks, width, kScanLanes});
   sizes("index[5]", bounds, {kBounds, blocks * kScanLanes});
+  sizes("index[7]", basis, {directions, width});
+  sizes("index[8]", coarse, {groups, directions / 4, kScanLanes, 4});
+  sizes("index[9]", tail, {groups});
 }
 
 void SearchIndexView::check_starts(const char* op) const {

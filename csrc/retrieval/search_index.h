@@ -29,7 +29,7 @@ namespace xsoftmax {
 //                                             groups of its cell
 //   centre  float32 [B, W, 16]                centres, 16 cells side by side;
 //                                             B = ceil(num_cells / 16)
-//   bounds  float32 [5, 16 B]                 per cell:
+//   bounds  float32 [8, 16 B]                 per cell:
 //                                             reach: the largest |r|, plus the rounding error of
 //                                               z.c / |z|; -inf for a cell without classes
 //                                             scale
@@ -37,25 +37,52 @@ namespace xsoftmax {
 //                                               the same rounding error
 //                                             code_norm: the largest |scale x code|
 //                                             size: the number of classes
+//                                             coarse_scale, coarse_error, coarse_norm: scale,
+//                                               code_error and code_norm of the coarse codes
 //   beta    float32 []                        power of two that scales biases to the spread of
 //                                             the other coordinates
+//   basis   float64 [P, W]                    orthonormal directions in which rows are long,
+//                                             P = search_directions(W); 0 for short rows
+//   coarse  uint8   [G, P / 4, 16, 4]         as codes, of the coordinates of r in the basis
+//   tail    float32 [G]                       upper bound in this group of the length of what the
+//                                             basis leaves of r
 //
 // Bounds are rounded up. cell: values in [0, num_cells), 1 <= num_cells <= 2^20. W is at most 2^15.
 // Rows and biases must be finite.
 //
 // For a query z with 8-bit code ẑ, z.w is within |z| reach of z.c, and within |z| code_error + |z -
-// ẑ| code_norm of z.c + ẑ.(scale x code).
+// ẑ| code_norm of z.c + ẑ.(scale x code). For its coordinates y in the basis, with 8-bit code ŷ,
+// z.w is within |z| coarse_error + |y - ŷ| coarse_norm + t tail of z.c + ŷ.(coarse_scale x coarse),
+// where t is the length of what the basis leaves of z.
 
-constexpr int64_t kBounds = 5;
-enum SearchBound : int64_t { kReach, kScale, kCodeError, kCodeNorm, kSize };
+constexpr int64_t kBounds = 8;
+enum SearchBound : int64_t {
+  kReach,
+  kScale,
+  kCodeError,
+  kCodeNorm,
+  kSize,
+  kCoarseScale,
+  kCoarseError,
+  kCoarseNorm
+};
+
+/// The squared length of what a basis leaves of a vector, given the squared lengths of the vector
+/// and of its coordinates. Rounded up by more than the basis differs from an orthonormal one: with
+/// M = 1 - B^T B + 1e-9, which is positive, z.r - (Bz).(Br) = z.Mr - 1e-9 z.r, and z.Mr is at most
+/// the root of z.Mz r.Mr.
+inline double remaining_square(double square, double of_coordinates) {
+  return (square > of_coordinates ? square - of_coordinates : 0) + 1e-9 * square;
+}
 
 struct SearchIndexView {
   /// Checks the shapes, dtypes and devices of an index, but not its values.
   SearchIndexView(const char* op, at::TensorList index, const at::Tensor& weight,
                   const OptionalTensor& bias);
 
-  at::Tensor order, codes, start, radius, centre, bounds, beta;
+  at::Tensor order, codes, start, radius, centre, bounds, beta, basis, coarse, tail;
   int64_t cells, blocks, groups, quads, width; ///< B, G, W
+  int64_t directions; ///< P
 
   /// Checks that the starts of the cells rise and are within the groups. CPU only.
   void check_starts(const char* op) const;

@@ -47,7 +47,7 @@ def test_the_class_is_that_of_all_scores(dtype, bias, scale):
     for one in range(3):  # the others make no difference
         alone = ops.perturbed_argmax(queries[one:one + 1], weight, bias, index.tensors,
                                      noise[one:one + 1])
-        assert alone[0] == ids[one] and alone[1] == cells[one]
+        assert alone[0] == ids[one]
 
 
 @pytest.mark.parametrize("factor", [1e-36, 1e-6, 1e6, 1e30])
@@ -107,7 +107,7 @@ def test_gumbel_noise_samples_the_softmax():
     (dict(noise=torch.zeros(5, 100, dtype=torch.float64)), TypeError, "noise of dtype float32"),
     (dict(noise=torch.full((5, 100), torch.nan)), ValueError, "noise without NaN"),
     (dict(input=torch.zeros(4, 8)), ValueError, "noise"),
-    (dict(index=[torch.zeros(1)]), ValueError, "an index of 7 tensors, got 1"),
+    (dict(index=[torch.zeros(1)]), ValueError, "an index of 10 tensors, got 1"),
 ])
 def test_bad_arguments_are_named(change, error, message):
     weight = torch.randn(100, 8)

@@ -114,10 +114,11 @@ def test_vectors_of_very_different_lengths():
 def test_bounds_of_the_index_hold_for_every_row():
     """Each row is in one cell, within the radius of its centre, and coded within the error."""
     _, weight, bias = problem(1, 10, 3000)
-    order, codes, start, radius, centre, bounds, beta = made(weight, bias, 5)
+    order, codes, start, radius, centre, bounds, beta, basis, _, _ = made(weight, bias, 5)
+    assert basis.shape == (0, 11)
     rows = torch.cat([weight.double(), bias.double().unsqueeze(1) / beta.double()], 1)
     assert torch.equal(order[order >= 0].sort().values, torch.arange(3000))
-    reach, scale, code_error, code_norm, size = bounds.double()
+    reach, scale, code_error, code_norm, size = bounds[:5].double()
     for cell in range(25):
         first, last = start[cell], start[cell + 1]
         if first == last:
@@ -134,6 +135,31 @@ def test_bounds_of_the_index_hold_for_every_row():
         assert (r.norm(dim=1) <= radius[first:last].double().repeat_interleave(16)[there] *
                 (1 + 1e-9)).all() and r.norm(dim=1).max() <= reach[cell]
         assert there.sum() == size[cell] and (radius[first:last].diff() <= 0).all()
+
+
+def test_bounds_of_coarse_codes_hold_for_every_row():
+    _, weight, bias = problem(1, 130, 3000)
+    order, _, start, _, centre, bounds, beta, basis, coarse, tail = made(weight, bias, 5)
+    rows = torch.cat([weight.double(), bias.double().unsqueeze(1) / beta.double()], 1)
+    assert basis.shape == (16, 131) and torch.allclose(basis @ basis.T, torch.eye(16).double(),
+                                                       rtol=0, atol=1e-9)
+    # The directions are nearly the best ones of this size.
+    best = torch.linalg.eigvalsh(rows.T @ rows)[-16:].sum()
+    assert (rows @ basis.T).square().sum() > 0.9 * best
+    scale, error, norm = bounds[5:].double()
+    for cell in range(25):
+        first, last = start[cell], start[cell + 1]
+        ids = order[16 * first:16 * last]
+        there = ids >= 0
+        r = rows[ids[there]] - centre[cell // 16, :, cell % 16].double()
+        coordinates = r @ basis.T
+        coded = (coarse[first:last].permute(0, 2, 1, 3).reshape(-1, 16)[there].double() -
+                 128) * scale[cell]
+        if there.any():
+            assert (coordinates - coded).norm(dim=1).max() <= error[cell]
+            assert coded.norm(dim=1).max() <= norm[cell] * (1 + 1e-9)
+        left = (r - coordinates @ basis).norm(dim=1)
+        assert (left <= tail[first:last].double().repeat_interleave(16)[there] * (1 + 1e-9)).all()
 
 
 def test_prunes_and_counts():
@@ -351,13 +377,13 @@ def test_wrong_arguments_are_refused():
             ops.search_topk(query, weight, bias, index, k, "")
     with pytest.raises(ValueError, match=r"index\[1\]|index\[4\]"):
         ops.search_topk(query, weight, None, index, 3, "")
-    with pytest.raises(ValueError, match="7 tensors"):
+    with pytest.raises(ValueError, match="10 tensors"):
         ops.search_topk(query, weight, bias, index[:3], 3, "")
     with pytest.raises(TypeError, match="index on weight's device cpu, got meta"):
         ops.search_topk(query, weight, bias, [tensor.to("meta") for tensor in index], 3, "")
     for max_cells in (1, 5):  # bounds of 0 make cells look empty
         cells_read = ops.search_topk(query, weight, bias,
-                                     [*index[:5], torch.zeros_like(index[5]), index[6]], 1,
+                                     [*index[:5], torch.zeros_like(index[5]), *index[6:]], 1,
                                      f"max_cells={max_cells}")[2]
         assert (cells_read >= 1).all() and (cells_read <= max_cells).all()
     weight[17, 2] = float("inf")
