@@ -91,10 +91,12 @@ ENCODERS = {"lstm": LSTMEncoder, "transformer": TransformerEncoder}
 
 class Completer(nn.Module):
     """A trained model with its vocabulary, for programs without Python. One file contains all that
-    is needed to complete a prompt."""
+    is needed to complete a prompt. The weights do not change afterwards, since a search index of
+    the output layer is made of them."""
 
     words: List[str]
     index: Dict[str, int]
+    search_index: List[Tensor]
 
     def __init__(self, encoder: nn.Module, linear: nn.Linear, words: List[str], pretokenised: bool,
                  special: Tuple[str, str, str]):
@@ -108,34 +110,49 @@ class Completer(nn.Module):
         self.unknown = self.index[unknown]
         self.end_of_line = self.index[end_of_line]
         self.number = self.index.get(number, self.unknown)
+        self.search_index = torch.ops.xsoftmax.midx_search_index(
+            linear.weight.detach(), linear.bias.detach(), None, None, 0, torch.tensor(0))
 
     def forward(self, ids: Tensor, k: int = 5) -> Tuple[Tensor, Tensor]:
         """Maps ids [T] to the log-probabilities [k] and ids [k] of the most likely next words."""
         return self.next_words(ids, k)
 
-    @torch.jit.export
-    def next_words(self, ids: Tensor, k: int = 5) -> Tuple[Tensor, Tensor]:
+    def last_hidden(self, ids: Tensor) -> Tensor:
         if ids.dim() != 1 or ids.numel() == 0:
             raise ValueError("next_words: expected ids [T] with at least one word")
         hidden, _ = self.encoder(ids[-self.encoder.context:].unsqueeze(0),
                                  torch.jit.annotate(List[Tensor], []))
-        log_prob = F.log_softmax(self.linear(hidden[0, -1]), dim=-1)
+        return hidden[0, -1]
+
+    @torch.jit.export
+    def next_words(self, ids: Tensor, k: int = 5) -> Tuple[Tensor, Tensor]:
+        log_prob = F.log_softmax(self.linear(self.last_hidden(ids)), dim=-1)
         return torch.topk(log_prob, min(k, len(self.words)))
 
     @torch.jit.export
     def complete(self, ids: Tensor, n: int, temperature: float = 0.8, k: int = 40) -> Tensor:
         """Returns the next n words. Each is drawn by torch's generator from the k most likely
-        words except <unk>; with temperature 0 it is the most likely one."""
+        words except <unk>; with temperature 0 it is the most likely one. The likely words are found
+        by a certified search, which need not score the others."""
         prompt = ids.numel()
         for _ in range(n):
-            log_prob, likely = self.next_words(ids, k + 1)
-            log_prob = log_prob.masked_fill(likely == self.unknown, float("-inf"))
+            scores, likely = self.search(self.last_hidden(ids), min(k + 1, len(self.words)))
+            scores = scores.masked_fill(likely == self.unknown, float("-inf"))
             if temperature > 0.0:
-                choice = torch.multinomial(torch.softmax(log_prob / temperature, dim=0), 1)
+                choice = torch.multinomial(torch.softmax(scores / temperature, dim=0), 1)
             else:
-                choice = log_prob.argmax(dim=0, keepdim=True)
+                choice = scores.argmax(dim=0, keepdim=True)
             ids = torch.cat([ids, likely[choice]])
         return ids[prompt:]
+
+    def search(self, hidden: Tensor, k: int) -> Tuple[Tensor, Tensor]:
+        """Returns the scores [k] and ids [k] of the best words."""
+        weight = self.linear.weight
+        if self.search_index[0].device != weight.device:
+            self.search_index = [part.to(weight.device) for part in self.search_index]
+        scores, likely, _, _ = torch.ops.xsoftmax.search_topk(
+            hidden.unsqueeze(0), weight, self.linear.bias, self.search_index, k, "")
+        return scores[0], likely[0]
 
     @torch.jit.export
     def encode(self, text: str) -> Tensor:

@@ -235,6 +235,13 @@ def test_the_scripted_model_gives_the_predictions_of_the_eager_one(text, tmp_pat
     assert len(words) == 50 and scripted.unknown not in words.tolist()
     assert scripted.complete(ids, 1, 0.0).item() == next(i for i in likely.tolist()
                                                          if i != scripted.unknown)
+    # Ten samples of the two likeliest words, drawn as from all scores.
+    torch.manual_seed(3)
+    drawn = [scripted.complete(ids, 1, 0.7, 2).item() for _ in range(10)]
+    torch.manual_seed(3)
+    scores = wanted.values[:3].masked_fill(wanted.indices[:3] == scripted.unknown, -torch.inf)
+    choices = [torch.multinomial((scores / 0.7).softmax(0), 1) for _ in range(10)]
+    assert drawn == [wanted.indices[choice].item() for choice in choices]
 
 
 def test_batches_cover_every_word_once():
