@@ -1,5 +1,5 @@
-"""Compares greedy decoding through xs.integrations.transformers.fast_head with the dense head, in
-a Llama model that is trained first.
+"""Compares decoding through xs.integrations.transformers.fast_head with the dense head, in a Llama
+model that is trained first: greedy, and samples of the whole softmax.
 
     python benchmarks/decode.py [--data PATH] [--minutes 5] [--width 512] [--layers 2]
                                 [--tokens 2000] [--batches 1 8 64] [--threads 1] [--json [FILE]]
@@ -7,7 +7,9 @@ a Llama model that is trained first.
 The model is trained on words with a sampled softmax for --minutes; 0: its weights are random. The
 default text is the source of Python's standard library. Each batch continues as many windows of the
 validation text by --tokens tokens in total. Decoding with each head takes turns. The time of the
-head alone is that of all its calls in one decoding.
+head alone is that of all its calls in one decoding. Samples start from the same random state. The
+draft head (xs.draft_head) finds 8 likely tokens of one hidden state at a time; its recall is that
+of hidden states which it was not fitted to.
 """
 
 import argparse
@@ -66,7 +68,8 @@ def train(model: transformers.LlamaForCausalLM, corpus: Corpus,
     return steps, value
 
 
-def measure(model: transformers.LlamaForCausalLM, corpus: Corpus, batch: int, tokens: int) -> dict:
+def measure(model: transformers.LlamaForCausalLM, corpus: Corpus, batch: int, tokens: int,
+            sample: bool) -> dict:
     begin = torch.arange(batch) * (len(corpus.valid) - PROMPT) // batch
     prompt = corpus.valid[begin[:, None] + torch.arange(PROMPT)]
     searching, hidden = copy.deepcopy(model), []
@@ -76,15 +79,18 @@ def measure(model: transformers.LlamaForCausalLM, corpus: Corpus, batch: int, to
     seconds = time.perf_counter() - start
 
     def decode(model: transformers.LlamaForCausalLM) -> torch.Tensor:
-        return model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
-                              max_new_tokens=max(1, tokens // batch))
+        torch.manual_seed(0)
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=sample,
+                              top_k=0, max_new_tokens=max(1, tokens // batch))
 
     hook = model.lm_head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
     is_equal = torch.equal(decode(model), decode(searching))
     hook.remove()
     counts = head.fast_steps, head.dense_steps, head.cells_read
     whole = interleave({"dense": lambda: decode(model), "fast": lambda: decode(searching)}, 3, 0)
-    head.begin_call(model.generation_config, [])  # as in a call of generate
+    config = copy.deepcopy(model.generation_config)
+    config.do_sample = sample
+    head.begin_call(config, [])  # as in a call of generate
     searching.lm_head(hidden[0])
     head.check(model.lm_head(hidden[0])[:, -1])
 
@@ -97,11 +103,29 @@ def measure(model: transformers.LlamaForCausalLM, corpus: Corpus, batch: int, to
             {"dense": lambda: answer(model.lm_head), "fast": lambda: answer(searching.lm_head)}, 3,
             1)
     return {
-        "batch": batch, "tokens equal": is_equal, "fast steps": counts[0], "dense steps": counts[1],
+        "batch": batch, "mode": "sample" if sample else "greedy", "tokens equal": is_equal,
+        "fast steps": counts[0], "dense steps": counts[1],
         "cells read": counts[2] / max(1, counts[0] * head.num_cells),
         "head": alone["fast"] / alone["dense"], "model": whole["fast"] / whole["dense"],
         "dense head": alone["dense"] / len(hidden), "fast head": alone["fast"] / len(hidden),
         "index": seconds
+    }
+
+
+@torch.no_grad()
+def measure_draft(model: transformers.LlamaForCausalLM, corpus: Corpus) -> dict:
+    ids = corpus.valid[:len(corpus.valid) // CONTEXT * CONTEXT].view(-1, CONTEXT)[:64]
+    hidden = model.model(ids)[0].flatten(0, 1)
+    hidden = hidden[torch.randperm(len(hidden))]
+    draft, states = xs.draft_head(model.lm_head, hidden[:1024], k=8), hidden[1024:1152].split(1)
+    seconds = interleave(
+        {
+            "dense": lambda: [model.lm_head(state).topk(8) for state in states],
+            "draft": lambda: [draft(state) for state in states]
+        }, 5, 1)
+    return {
+        "recall": draft.recall, "best": draft.best_recall,
+        "ratio": seconds["draft"] / seconds["dense"], "draft": seconds["draft"] / len(states)
     }
 
 
@@ -123,17 +147,21 @@ def main() -> None:
     model = make_model(args, len(corpus.words))
     steps, value = train(model, corpus, 60 * args.minutes) if args.minutes > 0 else (0, None)
     model.eval()
-    results = [measure(model, corpus, batch, args.tokens) for batch in args.batches]
+    results = [
+        measure(model, corpus, batch, args.tokens, sample) for sample in (False, True)
+        for batch in args.batches
+    ]
+    draft = measure_draft(model, corpus)
     rows = [{
-        "batch": one["batch"], "head / dense head": f"{one['head']:.3f}",
+        "mode": one["mode"], "batch": one["batch"], "head / dense head": f"{one['head']:.3f}",
         "decoding / dense head's": f"{one['model']:.2f}", "cells read": f"{one['cells read']:.0%}",
         "dense head": f"{1e3 * one['dense head']:.2f} ms",
         "fast head": f"{1e3 * one['fast head']:.3f} ms", "tokens equal": str(one["tokens equal"]),
         "dense steps": one["dense steps"]
     } for one in results]
-    figures = [{"figure": f"batch {one['batch']}: {name}", "value": one[key]} for one in results
-               for name, key in (("head / dense head", "head"), ("decoding / with the dense head",
-                                                                 "model"))]
+    figures = [{"figure": f"{one['mode']}, batch {one['batch']}: {name}", "value": one[key]}
+               for one in results for name, key in (("head / dense head", "head"),
+                                                    ("decoding / with the dense head", "model"))]
     report(
         args, __doc__, question="How much faster does a Transformers model decode by search?",
         against="the model's own head, nn.Linear", tables=[
@@ -142,7 +170,13 @@ def main() -> None:
                 "words": f"{len(corpus.words):,}", "width": args.width, "steps": steps,
                 "validation loss": "untrained" if value is None else f"{value:.3f}",
                 "index": f"{results[0]['index']:.1f} s"
-            }], columns=["words", "width", "steps", "validation loss", "index"])
+            }], columns=["words", "width", "steps", "validation loss", "index"]),
+            table([{
+                "draft head / lm_head(state).topk(8)": f"{draft['ratio']:.3f}",
+                "time": f"{1e3 * draft['draft']:.3f} ms",
+                "recall of the best 8": f"{draft['recall']:.3f}",
+                "best token found": f"{draft['best']:.3f}"
+            }])
         ], results=results, figures=figures)
 
 

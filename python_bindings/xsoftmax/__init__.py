@@ -22,6 +22,7 @@ from .losses.cane import CaneLoss
 from .optim.clip_grad import clip_grad_norm_
 from ._core.config import cmake_prefix_path, cpu_capability, cpu_products, use_impl
 from .tools.diagnose import Diagnosis, diagnose, proposal_log_prob
+from .draft_head import DraftHead, draft_head
 from .matcher.ensemble import combine_predictions
 from .estimators import CandidateBatch, register_estimator
 from .tools.export import decompositions
@@ -65,6 +66,7 @@ __all__ = [
     "CaneLoss",
     "Choice",
     "Diagnosis",
+    "DraftHead",
     "GraphedStep",
     "HierarchicalMatcher",
     "HierarchicalSoftmaxLoss",
@@ -87,6 +89,7 @@ __all__ = [
     "datasets",
     "decompositions",
     "diagnose",
+    "draft_head",
     "functional",
     "label_vectors",
     "make_graphed_step",

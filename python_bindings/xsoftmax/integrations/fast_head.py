@@ -88,14 +88,16 @@ class FastHead:
                 torch.is_grad_enabled() and hidden.requires_grad):
             return None
         if call.wanted == 0:
-            return self._sample(call, queries)
+            # Noise for all tokens is cheaper than their scores for few queries, or long ones.
+            is_cheaper = len(queries) * 64 <= queries.shape[1] or queries.shape[1] >= 1024
+            return self._sample(call, queries) if is_cheaper else None
         found = self.index().search(queries, call.depth, None, None)
         if not found.certified.all():  # a hidden state that is not finite
             return None
         # Multiplied again as the head does, for the same rounding.
-        ids = found.ids.unique()
-        bias = None if self.linear.bias is None else self.linear.bias[ids]
-        scores = nn.functional.linear(queries, self.linear.weight[ids], bias)
+        ids = found.ids[0] if len(queries) == 1 else found.ids.unique()
+        bias = None if self.linear.bias is None else self.linear.bias.index_select(0, ids)
+        scores = nn.functional.linear(queries, self.linear.weight.index_select(0, ids), bias)
         if scores.dtype in _SHORT:  # the last of the found tokens may equal one that is needed
             best = scores.topk(call.depth, sorted=True).values
             if (best[:, -1] >= best[:, call.wanted - 1]).any():
@@ -103,8 +105,7 @@ class FastHead:
         self.fast_steps += len(queries)
         self.cells_read += int(found.cells_read.sum())
         logits = scores.new_full((len(queries), self.linear.out_features), -torch.inf)
-        logits[:, ids] = scores
-        return logits
+        return logits.index_copy_(1, ids, scores)
 
     def _sample(self, call: _Call, queries: Tensor) -> Optional[Tensor]:
         """Returns logits [Q, N] that are -inf except for the token that torch.multinomial will
@@ -267,7 +268,8 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
       ``top_p``, ``min_p`` and others that Transformers applies after ``top_k``, and a minimum
       length, included.
     - Sampling without ``top_k`` (``top_k=0``) uses it on a CPU in float32, with temperature and
-      ``top_p``; a step whose sample is not shown to be in ``top_p`` scores all tokens.
+      ``top_p``, for a few sequences at once: as many as a 64th of the hidden width, any number from
+      a width of 1,024. A step with a sample that is not shown to be in ``top_p`` scores all tokens.
     - Beams, assisted and custom generation, penalties, banned and forced tokens, custom logits
       processors, compiled models, and ``output_scores`` or ``output_logits`` need the scores of
       other tokens; then all are scored, as without this call.

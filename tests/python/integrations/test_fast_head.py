@@ -14,7 +14,7 @@ glue = pytest.importorskip("xsoftmax.integrations.transformers",
                            reason="accelerate is not installed: pip install xsoftmax[integrations]")
 fast_head, slow_head = glue.fast_head, glue.slow_head
 
-V, D = 500, 32
+V, D = 500, 128
 PROMPT = torch.tensor([[3, 17, 9, 250], [8, 8, 41, 5]])
 
 
@@ -68,8 +68,10 @@ def test_the_tokens_are_those_of_the_dense_head(options):
     assert 0 < head.cells_read <= head.fast_steps * head.num_cells
 
 
-@pytest.mark.parametrize("top_p, temperature", [(0.95, 1.0), (0.7, 2.0), (0.2, 1.0)])
-def test_samples_of_top_p_are_those_of_the_dense_head(top_p, temperature):
+@pytest.mark.parametrize("top_p, temperature, is_fast, is_dense", [(0.95, 1.0, True, False),
+                                                                   (0.7, 2.0, True, True),
+                                                                   (0.2, 1.0, False, True)])
+def test_samples_of_top_p_are_those_of_the_dense_head(top_p, temperature, is_fast, is_dense):
     """A sample outside of top_p is drawn again among all tokens."""
     options = dict(do_sample=True, top_k=0, top_p=top_p, temperature=temperature)
     model = gpt2()
@@ -78,7 +80,15 @@ def test_samples_of_top_p_are_those_of_the_dense_head(top_p, temperature):
     want = made(model, **options)
     head = fast_head(model)
     assert torch.equal(made(model, **options), want)
-    assert head.fast_steps > 0 and head.dense_steps > 2
+    assert (head.fast_steps > 0) == is_fast and (head.dense_steps > 2) == is_dense
+
+
+def test_samples_of_many_sequences_score_all_tokens():
+    options = dict(do_sample=True, top_k=0, num_return_sequences=2)
+    model = gpt2()
+    want = made(model, **options)
+    head = fast_head(model)
+    assert torch.equal(made(model, **options), want) and head.fast_steps == 0
 
 
 def test_the_tokens_of_16_bits_are_the_best_up_to_rounding():

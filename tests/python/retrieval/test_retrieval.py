@@ -141,8 +141,8 @@ def test_bounds_of_coarse_codes_hold_for_every_row():
     _, weight, bias = problem(1, 130, 3000)
     order, _, start, _, centre, bounds, beta, basis, coarse, tail = made(weight, bias, 5)
     rows = torch.cat([weight.double(), bias.double().unsqueeze(1) / beta.double()], 1)
-    assert basis.shape == (16, 131) and torch.allclose(basis @ basis.T, torch.eye(16).double(),
-                                                       rtol=0, atol=1e-9)
+    assert basis.shape == (16, 131) and torch.allclose(basis @ basis.T,
+                                                       torch.eye(16).double(), rtol=0, atol=1e-9)
     # The directions are nearly the best ones of this size.
     best = torch.linalg.eigvalsh(rows.T @ rows)[-16:].sum()
     assert (rows @ basis.T).square().sum() > 0.9 * best
@@ -382,9 +382,9 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(TypeError, match="index on weight's device cpu, got meta"):
         ops.search_topk(query, weight, bias, [tensor.to("meta") for tensor in index], 3, "")
     for max_cells in (1, 5):  # bounds of 0 make cells look empty
-        cells_read = ops.search_topk(query, weight, bias,
-                                     [*index[:5], torch.zeros_like(index[5]), *index[6:]], 1,
-                                     f"max_cells={max_cells}")[2]
+        cells_read = ops.search_topk(
+            query, weight, bias, [*index[:5], torch.zeros_like(index[5]), *index[6:]], 1,
+            f"max_cells={max_cells}")[2]
         assert (cells_read >= 1).all() and (cells_read <= max_cells).all()
     weight[17, 2] = float("inf")
     with pytest.raises(ValueError, match="class 17"):
