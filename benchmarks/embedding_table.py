@@ -7,12 +7,14 @@ torch.optim.
 A batch is 4,096 positions of a text of words with Zipf frequencies. Its ids are hashes of the last
 two and the last three words: 8,192 ids of a table [N, 64]. A step looks the rows up, computes the
 gradient of a product, and updates the table; `nn.Embedding(..., sparse=True)` throughout, except
-for AdamW, whose gradient is dense. Each step has other words. Tables of one N take turns; times are
+for AdamW, whose gradient is dense. FBGEMM's table batched embedding is the rival where the package
+fbgemm-gpu-cpu is installed: row-wise Adagrad, in its backward pass. Each step has other words. Tables of one N take turns; times are
 medians. Bytes are those of table and state, by their tensors. With --folder, one more table is in a
 file there.
 """
 
 import argparse
+import importlib.util
 import statistics
 import tempfile
 from typing import Callable
@@ -25,6 +27,8 @@ from records import add_json, figures_table, report, table
 from timing import turns
 
 WIDTH, POSITIONS, WORDS = 64, 4096, 50_000
+RIVALS = ("torch SparseAdam, float32", "torch AdamW, fused, float32",
+          "FBGEMM row-wise Adagrad, float16", "FBGEMM row-wise Adagrad, float32")
 
 
 def hashed(words: Tensor, order: int, rows: int) -> Tensor:
@@ -65,11 +69,37 @@ class Training:
                    for t in (self.embedding.weight, *states)) / self.rows
 
 
+class FbgemmTraining:
+    """FBGEMM's table, whose backward pass updates it."""
+    def __init__(self, rows: int, precision: str):
+        from fbgemm_gpu.split_embedding_configs import SparseType
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+            ComputeDevice, EmbeddingLocation, OptimType, SplitTableBatchedEmbeddingBagsCodegen)
+        spec = rows, WIDTH, EmbeddingLocation.HOST, ComputeDevice.CPU
+        self.table = SplitTableBatchedEmbeddingBagsCodegen(
+            [spec], optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.01,
+            weights_precision=SparseType(precision), pooling_mode=PoolingMode.SUM,
+            stochastic_rounding=precision == "fp16")
+        self.rows, self.batches = rows, [batch(rows) for _ in range(64)]
+        self.offsets, self.steps = torch.arange(2 * POSITIONS + 1), 0
+
+    def step(self) -> None:
+        ids = self.batches[self.steps % len(self.batches)]
+        self.steps += 1
+        found = self.table(ids, self.offsets)  # bags of one id
+        found.backward(torch.full_like(found, 0.1))
+
+    def bytes_per_row(self) -> float:
+        tensors = [*self.table.parameters(), *self.table.buffers()]
+        return sum(t.numel() * t.element_size() for t in tensors) / self.rows
+
+
 def in_memory(rows: int, dtype: torch.dtype) -> nn.Parameter:
     return xs.tables.in_memory(rows, WIDTH, dtype, init=lambda table: table.fill_(0.01))
 
 
-def ways(rows: int, folder: str | None) -> dict[str, Training]:
+def ways(rows: int, folder: str | None) -> dict[str, Training | FbgemmTraining]:
     """Returns the trainings that fit in about 20 GB."""
     short, full = torch.bfloat16, torch.float32
     optim = xs.optim
@@ -78,6 +108,9 @@ def ways(rows: int, folder: str | None) -> dict[str, Training]:
             in_memory(rows, short),
             lambda p: optim.RowAdagrad(p, lr=0.01, row_wise=True, stochastic_rounding=True), True)
     }
+    if importlib.util.find_spec("fbgemm_gpu") is not None and rows <= 20_000_000:
+        made["FBGEMM row-wise Adagrad, float16"] = FbgemmTraining(rows, "fp16")
+        made["FBGEMM row-wise Adagrad, float32"] = FbgemmTraining(rows, "fp32")
     if rows <= 20_000_000:
         made["RowAdam, row-wise, bfloat16"] = Training(
             in_memory(rows, short), lambda p: optim.RowAdam(p, lr=1e-3, row_wise=True, state_dtype=
@@ -126,7 +159,7 @@ def main() -> None:
     smallest, largest = min(args.rows), max(args.rows)
     for (count, name), value in medians.items():
         if count == smallest and name.startswith("Row"):
-            for other in ("torch SparseAdam, float32", "torch AdamW, fused, float32"):
+            for other in RIVALS:
                 if (count, other) in medians:
                     figures.append({
                         "figure": f"{count:,} rows: {name} / {other}",
@@ -139,7 +172,7 @@ def main() -> None:
                 })
     report(args, __doc__,
            question="What does a step cost over an embedding table of 100,000,000 rows?",
-           against="torch.optim.SparseAdam and fused AdamW",
+           against="torch.optim.SparseAdam, fused AdamW and FBGEMM",
            tables=[table(rows, columns=list(rows[0])),
                    figures_table(figures)], figures=figures)
 

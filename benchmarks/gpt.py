@@ -6,7 +6,7 @@ exact validation losses.
 
 The output layers take turns between evaluations, so a machine that becomes slower slows all of
 them. Evaluation and compilation do not count as training time. The same command continues after an
-interruption.
+interruption. The last table is what `xs.advise` says of a batch of the first trained model.
 """
 
 import argparse
@@ -15,9 +15,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+import xsoftmax as xs
 from records import add_json, report, table
 from study import ROOT
+from timing import interleave
 
+from examples.gpt import train as gpt
 from examples.gpt.report import points_of, seconds_to_reach
 
 NAMES = {
@@ -32,12 +37,10 @@ def train(args: argparse.Namespace) -> dict:
     checkpoint = args.out / "checkpoint.pt"
     command = [
         sys.executable,
-        str(ROOT / "examples/gpt/train.py"), *(["--data", args.data] if args.data else []),
-        "--loss", *args.loss, "--max-minutes",
-        str(args.minutes), "--threads",
-        str(args.threads), "--output",
+        str(ROOT / "examples/gpt/train.py"), *example_arguments(args), "--loss", *args.loss,
+        "--output",
         str(args.out), "--checkpoint",
-        str(checkpoint), *(["--resume"] if checkpoint.is_file() else []), *args.options
+        str(checkpoint), *(["--resume"] if checkpoint.is_file() else [])
     ]
     args.out.mkdir(parents=True, exist_ok=True)
     with open(args.out / "log.txt", "a") as log:
@@ -45,6 +48,38 @@ def train(args: argparse.Namespace) -> dict:
     if code != 0:
         raise SystemExit(f"{' '.join(command)}: exit {code}, see {args.out / 'log.txt'}")
     return json.loads((args.out / "history.json").read_text())
+
+
+def example_arguments(args: argparse.Namespace) -> list[str]:
+    return [
+        *(["--data", args.data] if args.data else []), "--max-minutes",
+        str(args.minutes), "--threads",
+        str(args.threads), *args.options
+    ]
+
+
+def advice(args: argparse.Namespace) -> list[dict]:
+    """Returns the advice on a batch of the model that the first loss trained, best first."""
+    torch.set_num_threads(args.threads)
+    options = gpt.parse_arguments([*example_arguments(args), "--loss", "exact"])
+    text = gpt.load_text(options)
+    run = gpt.Run("exact", text, options)
+    state = torch.load(args.out / "checkpoint.pt", weights_only=True)["runs"][args.loss[0]]
+    run.encoder.load_state_dict(state["encoder"])  # and the table, which is tied
+    inputs, targets = run.windows["train"].batch(0, options.batch_size, slice(None))
+
+    def hidden() -> torch.Tensor:
+        with gpt.autocast(options):
+            return run.encoder(inputs)
+
+    seconds = interleave({"model": lambda: hidden().sum().backward()}, 5, 1)["model"]
+    found = xs.advise(run.loss,
+                      hidden().detach().float(), targets, counts=text.counts, seconds=60,
+                      model_ms=1e3 * seconds)
+    return [{
+        "xs.advise": row.name, "ms a step": f"{row.ms:.0f}", "bias": f"{row.bias:.3f}",
+        "noise": f"{row.noise:.2f}", "error": f"{row.error:.3f}"
+    } for row in found.rows]
 
 
 def main() -> None:
@@ -86,9 +121,9 @@ def main() -> None:
     report(
         args, __doc__, question="Does a GPT reach a lower loss in the same time with samples?",
         against="F.linear + F.cross_entropy under torch.compile, fused AdamW", threads=args.threads,
-        tables=[table(rows),
-                table([sizes])], rows=[{"figure": f"GPT, {name}: validation loss", "curve": points}
-                                       for name, points in curves.items()])
+        tables=[table(rows), table([sizes]), table(advice(args))],
+        rows=[{"figure": f"GPT, {name}: validation loss", "curve": points}
+              for name, points in curves.items()])
 
 
 if __name__ == "__main__":
