@@ -89,7 +89,7 @@ BENCHMARKS = [
              "together / alone", against="one process"),
     Headline("serving", "Top 10 of 100,000 classes, 64 queries", "topk, AOTInductor", "64 queries",
              "nn.Linear, AOTInductor", against="`nn.Linear` + `torch.topk`, AOTInductor"),
-    Headline("decode", "Head of a trained language model, greedy decoding", "1",
+    Headline("decode", "Head of a trained language model, greedy decoding", "greedy, batch 1",
              "head / dense head", against="`nn.Linear`"),
     Headline("id_table", "Raw ids: look up an id", "look up, time per id: torchrec / xsoftmax",
              factor="as is", against="torchrec"),
