@@ -80,6 +80,18 @@ void peaks_widened(int32_t* peak, const int8_t* const* query, int64_t n, const u
 #ifdef __AVX512F__
 #define XS_VNNI __attribute__((target("avx512f,avx512bw,avx512vnni")))
 
+// As _mm512_reduce_max_epi32, of which GCC 12 warns.
+XS_VNNI inline int32_t largest_of(__m512i sums) {
+  alignas(64) int32_t sum[kLanes];
+  _mm512_store_si512(sum, sums);
+  const __m256i eight = _mm256_max_epi32(_mm256_load_si256((const __m256i*)sum),
+                                         _mm256_load_si256((const __m256i*)(sum + 8)));
+  __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0xB1));
+  return _mm_cvtsi128_si32(four);
+}
+
 // Products of `count` groups with n queries: several sums at once, since each addition waits for
 // the one before.
 template <int64_t n, int64_t count>
@@ -105,7 +117,7 @@ XS_VNNI inline void peaks_of_groups(int32_t* peak, const int8_t* const* query, c
   }
   for (int64_t q = 0; q < n; ++q) {
     for (int64_t g = 0; g < count; ++g) {
-      peak[q * groups + g] = _mm512_reduce_max_epi32(sum[q][g]);
+      peak[q * groups + g] = largest_of(sum[q][g]);
     }
   }
 }

@@ -68,32 +68,33 @@ int64_t check_midx_search_index(const Tensor& weight, const OptionalTensor& code
 }
 
 std::vector<Tensor> search_index(const Tensor& weight, const OptionalTensor& bias,
-                                 const Tensor& cell, int64_t cells) {
+                                 const Tensor& cell, int64_t cells, const OptionalTensor& queries) {
   static const auto op =
-      typed<std::vector<Tensor>(const Tensor&, const OptionalTensor&, const Tensor&, int64_t)>(
-          "xsoftmax::search_index");
-  return op.call(weight, bias, cell, cells);
+      typed<std::vector<Tensor>(const Tensor&, const OptionalTensor&, const Tensor&, int64_t,
+                                const OptionalTensor&)>("xsoftmax::search_index");
+  return op.call(weight, bias, cell, cells, queries);
 }
 
 std::vector<Tensor> midx_search_index_meta(const Tensor& weight, const OptionalTensor& bias,
                                            const OptionalTensor& codewords1,
                                            const OptionalTensor& codewords2, int64_t codewords,
-                                           const Tensor& seed) {
+                                           const Tensor& seed, const OptionalTensor& queries) {
   const int64_t k = check_midx_search_index(weight, codewords1, codewords2, codewords, seed);
   return search_index(weight, bias,
                       at::empty_symint({weight.sym_size(0)}, weight.options().dtype(at::kInt)),
-                      k * k);
+                      k * k, queries);
 }
 
 std::vector<Tensor> build(const Tensor& weight, const OptionalTensor& bias,
                           const OptionalTensor& codewords1, const OptionalTensor& codewords2,
-                          int64_t codewords, const Tensor& seed) {
+                          int64_t codewords, const Tensor& seed, const OptionalTensor& queries) {
   const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
   const int64_t k = check_midx_search_index(weight, codewords1, codewords2, codewords, seed);
   const LongWork work(kOp);
   const auto [first, second] =
       is_defined(codewords1) ? std::pair(*codewords1, *codewords2) : trained(weight, k, seed);
-  return search_index(weight, bias, std::get<0>(midx_encode(weight, first, second)), k * k);
+  return search_index(weight, bias, std::get<0>(midx_encode(weight, first, second)), k * k,
+                      queries);
 }
 
 } // namespace
@@ -101,15 +102,15 @@ std::vector<Tensor> build(const Tensor& weight, const OptionalTensor& bias,
 std::vector<Tensor> midx_search_index(const Tensor& weight, const OptionalTensor& bias,
                                       const OptionalTensor& codewords1,
                                       const OptionalTensor& codewords2, int64_t codewords,
-                                      const Tensor& seed) {
+                                      const Tensor& seed, const OptionalTensor& queries) {
   static const auto op = typed<decltype(build)>("xsoftmax::midx_search_index");
-  return op.call(weight, bias, codewords1, codewords2, codewords, seed);
+  return op.call(weight, bias, codewords1, codewords2, codewords, seed, queries);
 }
 
 XSOFTMAX_OPERATORS(m) {
   m.def(
       "midx_search_index(Tensor weight, Tensor? bias, Tensor? codewords1, Tensor? codewords2, int "
-      "codewords, Tensor seed) -> Tensor[]");
+      "codewords, Tensor seed, Tensor? queries=None) -> Tensor[]");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("midx_search_index", build); }

@@ -33,7 +33,7 @@ constexpr int64_t kRowsPerTask = 4096;
 constexpr double kLargest = 0x1p100; // bound of a coordinate, so that float32 bounds are finite
 
 void check_search_index(const Tensor& weight, const OptionalTensor& bias, const Tensor& cell,
-                        int64_t num_cells) {
+                        int64_t num_cells, const OptionalTensor& queries) {
   check::dim(kOp, "weight", weight, 2);
   check::floating(kOp, "weight", weight);
   if (is_defined(bias)) {
@@ -51,13 +51,20 @@ void check_search_index(const Tensor& weight, const OptionalTensor& bias, const 
   TORCH_CHECK_VALUE(weight.sym_size(1) + is_defined(bias) <= kMaxWidth, kOp,
                     ": expected rows of at most ", kMaxWidth,
                     " coordinates, the bias included, got ", weight.sym_size(1) + is_defined(bias));
+  if (is_defined(queries)) {
+    check::dim(kOp, "queries", *queries, 2);
+    check::size(kOp, "queries", *queries, 1, weight.sym_size(1), "weight's columns");
+    check::same_dtype(kOp, "queries", *queries, "weight", weight);
+    check::same_device(kOp, "queries", *queries, "weight", weight);
+  }
   TORCH_CHECK_VALUE(weight.sym_size(0) <= int64_t(1) << 34, kOp,
                     ": expected at most 2^34 classes, got ", weight.sym_size(0));
 }
 
 std::vector<Tensor> search_index_meta(const Tensor& weight, const OptionalTensor& bias,
-                                      const Tensor& cell, int64_t num_cells) {
-  check_search_index(weight, bias, cell, num_cells);
+                                      const Tensor& cell, int64_t num_cells,
+                                      const OptionalTensor& queries) {
+  check_search_index(weight, bias, cell, num_cells, queries);
   const c10::SymInt groups = (weight.sym_size(0) + (kScanLanes - 1) * num_cells) / kScanLanes,
                     width = weight.sym_size(1) + is_defined(bias);
   const int64_t blocks = (num_cells + kScanLanes - 1) / kScanLanes,
@@ -107,9 +114,10 @@ class Rows {
 class IndexBuilder {
  public:
   IndexBuilder(const Tensor& weight, const OptionalTensor& bias, const Tensor& cell,
-               int64_t num_cells)
+               int64_t num_cells, const OptionalTensor& queries)
       : weight_(weight.contiguous()), bias_(is_defined(bias) ? bias->contiguous() : Tensor()),
-        cells_(num_cells), index_(search_index_meta(weight, bias, cell, num_cells)),
+        queries_(is_defined(queries) && queries->size(0) > 0 ? queries->contiguous() : Tensor()),
+        cells_(num_cells), index_(search_index_meta(weight, bias, cell, num_cells, queries)),
         classes_(weight.size(0)), width_(weight.size(1) + is_defined(bias)),
         quads_((width_ + 3) / 4), directions_(search_directions(width_)) {
     for (Tensor& tensor : index_) {
@@ -160,10 +168,7 @@ class IndexBuilder {
     std::fill_n(data<uint8_t>(index_[8]), index_[8].numel(), uint8_t(128));
     index_[9].zero_();
     if (directions_ > 0) {
-      Rows<T> rows(weight_, bias_, beta);
-      const std::vector<double> basis = leading_directions(
-          [&](int64_t id, double* out) { rows.read(id, out); }, classes_, width_, directions_);
-      std::copy(basis.begin(), basis.end(), data<double>(index_[7]));
+      find_directions<T>(beta);
     }
     float* reach = data<float>(index_[5]);
     std::fill_n(reach, index_[5].size(1), -std::numeric_limits<float>::infinity());
@@ -185,6 +190,22 @@ class IndexBuilder {
     TORCH_CHECK_VALUE(bad == classes_, kOp,
                       ": expected finite rows and biases, below 2^100, got others for class ",
                       bad.load());
+  }
+
+  // Finds directions in which the queries are long, or the rows if there are no queries.
+  template <typename T>
+  void find_directions(double beta) {
+    Rows<T> rows(queries_.defined() ? queries_ : weight_, queries_.defined() ? Tensor() : bias_,
+                 beta);
+    const std::vector<double> basis = leading_directions(
+        [&](int64_t id, double* out) {
+          rows.read(id, out);
+          if (queries_.defined() && bias_.defined()) {
+            out[width_ - 1] = beta;
+          }
+        },
+        queries_.defined() ? queries_.size(0) : classes_, width_, directions_);
+    std::copy(basis.begin(), basis.end(), data<double>(index_[7]));
   }
 
   // Returns the ratio of the standard deviations of the biases and of a coordinate, rounded to a
@@ -342,7 +363,7 @@ class IndexBuilder {
     data<float>(index_[5])[which * index_[5].size(1) + c] = value;
   }
 
-  const Tensor weight_, bias_;
+  const Tensor weight_, bias_, queries_;
   const int64_t cells_;
   std::vector<Tensor> index_;
   const int64_t classes_, width_, quads_, directions_;
@@ -350,18 +371,21 @@ class IndexBuilder {
 };
 
 std::vector<Tensor> search_index_cpu(const Tensor& weight, const OptionalTensor& bias,
-                                     const Tensor& cell, int64_t num_cells) {
-  check_search_index(weight, bias, cell, num_cells);
-  return IndexBuilder(weight, bias, cell, num_cells).build();
+                                     const Tensor& cell, int64_t num_cells,
+                                     const OptionalTensor& queries) {
+  check_search_index(weight, bias, cell, num_cells, queries);
+  return IndexBuilder(weight, bias, cell, num_cells, queries).build();
 }
 
 // Builds the index of a table on a device from a copy on the CPU.
 std::vector<Tensor> search_index_elsewhere(const Tensor& weight, const OptionalTensor& bias,
-                                           const Tensor& cell, int64_t num_cells) {
-  check_search_index(weight, bias, cell, num_cells);
+                                           const Tensor& cell, int64_t num_cells,
+                                           const OptionalTensor& queries) {
+  check_search_index(weight, bias, cell, num_cells, queries);
   static const auto op = find_op<decltype(search_index_cpu)>("xsoftmax::search_index");
-  std::vector<Tensor> index = op.call(
-      weight.cpu(), is_defined(bias) ? OptionalTensor(bias->cpu()) : bias, cell.cpu(), num_cells);
+  std::vector<Tensor> index =
+      op.call(weight.cpu(), is_defined(bias) ? OptionalTensor(bias->cpu()) : bias, cell.cpu(),
+              num_cells, is_defined(queries) ? OptionalTensor(queries->cpu()) : queries);
   for (Tensor& tensor : index) {
     tensor = tensor.to(weight.device());
   }
@@ -420,7 +444,9 @@ void SearchIndexView::check_starts(const char* op) const {
 }
 
 XSOFTMAX_OPERATORS(m) {
-  m.def("search_index(Tensor weight, Tensor? bias, Tensor cell, int num_cells) -> Tensor[]");
+  m.def(
+      "search_index(Tensor weight, Tensor? bias, Tensor cell, int num_cells, Tensor? queries=None) "
+      "-> Tensor[]");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

@@ -13,7 +13,8 @@ namespace xsoftmax {
 // A search index: a snapshot of a class table in which the classes are grouped into cells, with
 // bounds on the scores in each cell. All tensors are on the table's device.
 //
-// search_index(weight [N, D], bias [N] or none, cell int32 [N], num_cells) -> index
+// search_index(weight [N, D], bias [N] or none, cell int32 [N], num_cells, queries [Q, D] or none)
+// -> index
 //
 // W = D, or D + 1 with a bias: the bias is an additional coordinate, b / beta in a row and beta in
 // a query. A row is the sum of its cell's centre c and a remainder r, and r is approximately scale
@@ -41,7 +42,8 @@ namespace xsoftmax {
 //                                               code_error and code_norm of the coarse codes
 //   beta    float32 []                        power of two that scales biases to the spread of
 //                                             the other coordinates
-//   basis   float64 [P, W]                    orthonormal directions in which rows are long,
+//   basis   float64 [P, W]                    orthonormal directions in which `queries` are long,
+//                                             or else the rows,
 //                                             P = search_directions(W); 0 for short rows
 //   coarse  uint8   [G, P / 4, 16, 4]         as codes, of the coordinates of r in the basis
 //   tail    float32 [G]                       upper bound in this group of the length of what the

@@ -36,10 +36,17 @@ std::tuple<Tensor, Tensor> remove_excluded(const Tensor& scores, const Tensor& i
 
 } // namespace
 
-SearchIndex::SearchIndex(const Tensor& weight, const Tensor& bias, int64_t codewords)
+SearchIndex::SearchIndex(const Tensor& weight, const Tensor& bias, int64_t codewords,
+                         const Tensor& queries)
     : weight_(weight.detach()), bias_(bias.defined() ? bias.detach() : bias),
-      tensors_(midx_search_index(weight_, optional(bias_), std::nullopt, std::nullopt, codewords,
-                                 at::zeros({}, at::kLong))) {}
+      tensors_(midx_search_index(
+          weight_, optional(bias_), std::nullopt, std::nullopt, codewords, at::zeros({}, at::kLong),
+          queries.defined() ? OptionalTensor(rows_of(queries, weight_).to(weight_.options()))
+                            : std::nullopt)) {
+  if (queries.defined()) {
+    calibrate(queries);
+  }
+}
 
 SearchIndex SearchIndex::to(at::Device device) const {
   SearchIndex moved = *this;

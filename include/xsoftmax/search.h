@@ -23,6 +23,10 @@ namespace xsoftmax {
 ///   `seed`.
 /// - codewords: K; 0: sqrt(N / 256) rounded up, at most 256.
 /// - seed: 0-dim int64.
+/// - queries [Q, D]: queries like those to be searched, of weight's dtype. Rows of 96 coordinates
+/// or
+///   more are compared first in the directions in which these are long; without them, in those in
+///   which the rows are long. The results of a search are the same.
 ///
 /// Returns the tensors that search_topk takes, on the device of weight. For a CUDA table, K-means
 /// and cells are computed there, and codes on the CPU. The index is valid for this table only:
@@ -31,7 +35,8 @@ std::vector<at::Tensor> midx_search_index(const at::Tensor& weight,
                                           const std::optional<at::Tensor>& bias,
                                           const std::optional<at::Tensor>& codewords1,
                                           const std::optional<at::Tensor>& codewords2,
-                                          int64_t codewords, const at::Tensor& seed);
+                                          int64_t codewords, const at::Tensor& seed,
+                                          const std::optional<at::Tensor>& queries = std::nullopt);
 
 /// search_topk: finds the k classes with the largest scores through an index.
 /// csrc/retrieval/search_topk.h explains how it certifies the result.
@@ -96,8 +101,10 @@ class SearchIndex {
   /// - weight: [N, D].
   /// - bias: [N] or undefined.
   /// - codewords: K in [1, 1024], for K x K cells; 0: sqrt(N / 256), at most 256.
-  explicit SearchIndex(const at::Tensor& weight, const at::Tensor& bias = {},
-                       int64_t codewords = 0);
+  /// - queries: [*, D], some hundred queries like those to be searched, to search these faster, and
+  ///   as by calibrate; or undefined.
+  explicit SearchIndex(const at::Tensor& weight, const at::Tensor& bias = {}, int64_t codewords = 0,
+                       const at::Tensor& queries = {});
 
   /// Returns the index on another device, with its own copy of the table.
   SearchIndex to(at::Device device) const;

@@ -35,7 +35,8 @@ class DraftHead(nn.Module):
 
     @torch.no_grad()
     def _build(self) -> SearchIndex:
-        index = SearchIndex(self.lm_head.weight, self.lm_head.bias)
+        index = SearchIndex(self.lm_head.weight, self.lm_head.bias,
+                            queries=self._hidden[:_CALIBRATION])
         index.calibrate(self._hidden[:_CALIBRATION])
         budget = index.budget(self.k, self._wanted)
         assert budget is not None  # there are enough queries

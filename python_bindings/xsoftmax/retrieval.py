@@ -35,16 +35,17 @@ class SearchIndex:
     """Index of a snapshot of a class table, on the device of the table, with the example queries
     that determine how many cells a recall takes; see :meth:`xsoftmax.LinearLoss.search`."""
     def __init__(self, weight: Tensor, bias: Optional[Tensor],
-                 codewords: Optional[Tuple[Tensor, Tensor]] = None, num_codewords: int = 0) -> None:
+                 codewords: Optional[Tuple[Tensor, Tensor]] = None, num_codewords: int = 0,
+                 queries: Optional[Tensor] = None) -> None:
         hooks.after_steps(_count_fused_step)
         # Read before the build, so that writes by other threads during it make the index stale.
         self._versions = _version(weight), _version(bias)
         first, second = (None, None) if codewords is None else codewords
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
-        self.tensors: List[Tensor] = long_work.run("search index",
-                                                   torch.ops.xsoftmax.midx_search_index,
-                                                   self.weight, self.bias, first, second,
-                                                   num_codewords, torch.tensor(0))
+        self.tensors: List[Tensor] = long_work.run(
+            "search index", torch.ops.xsoftmax.midx_search_index, self.weight, self.bias, first,
+            second, num_codewords, torch.tensor(0),
+            None if queries is None else queries.detach().to(self.weight))
         self.num_cells = len(self.tensors[2]) - 1
         self._queries = self.weight.new_empty(0, self.weight.shape[1])
         self._budgets: Dict[Tuple[int, float], int] = {}
@@ -151,11 +152,13 @@ def build_index(loss: TableModule, queries: Optional[Tensor] = None,
     if weight.is_meta:
         raise ValueError(f"{loss._name}: expected a table with values to search by an index, got "
                          f"one on {weight.device}")
+    flat = None if queries is None else flat_queries(loss._name, loss.in_features, queries, None)
     loss.catch_up()
     index = SearchIndex(weight, bias,
-                        _sampler_codewords(loss) if codewords is None else None, codewords or 0)
-    if queries is not None:
-        index.calibrate(flat_queries(loss._name, loss.in_features, queries, None))
+                        _sampler_codewords(loss) if codewords is None else None, codewords or 0,
+                        flat)
+    if flat is not None:
+        index.calibrate(flat)
     hooks.search_indices[loss] = index
     return index
 

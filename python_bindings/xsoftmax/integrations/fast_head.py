@@ -19,6 +19,7 @@ _REMOVE_ENDS = (logits_process.MinLengthLogitsProcessor,
                 logits_process.MinNewTokensLengthLogitsProcessor)
 _SHORT = (torch.bfloat16, torch.float16)
 _MARGIN = 8  # extra tokens, since 16-bit logits are often equal
+_STATES = 512  # hidden states after which the index is built again for them
 _NUCLEUS = 256  # tokens among which a sample is shown to be one of top_p
 
 
@@ -56,14 +57,25 @@ class FastHead:
         self.fast_steps = self.dense_steps = self.cells_read = self.num_cells = 0
         self._calls: Dict[int, _Call] = {}  # by thread
         self._index: Optional[SearchIndex] = None
+        self._states: List[Tensor] = []  # hidden states since the index was built, at most _STATES
+        self._num_states = 0
 
     def index(self) -> SearchIndex:
-        """Returns the index of the current weights; builds it if they have changed."""
+        """Returns the index of the current weights; builds it if they have changed, and a second
+        time for the first hidden states that were searched."""
         weight, bias = self.linear.weight, self.linear.bias
         if self._index is None or not self._index._is_current(weight, bias):
-            self._index = SearchIndex(weight, bias)
-            self.num_cells = self._index.num_cells
+            self._index, self._states, self._num_states = SearchIndex(weight, bias), [], 0
+        elif self._states and self._num_states >= _STATES:
+            states, self._states = torch.cat(self._states), []
+            self._index = SearchIndex(weight, bias, queries=states)
+        self.num_cells = self._index.num_cells
         return self._index
+
+    def _keep_states(self, queries: Tensor) -> None:
+        if self._num_states < _STATES:
+            self._states.append(queries.detach().clone())
+            self._num_states += len(queries)
 
     def answer(self, hidden: Tensor, score_all: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns the logits [*, N] of hidden states [*, D]: -inf except for the best tokens, or,
@@ -91,7 +103,9 @@ class FastHead:
             # Noise for all tokens is cheaper than their scores for few queries, or long ones.
             is_cheaper = len(queries) * 64 <= queries.shape[1] or queries.shape[1] >= 1024
             return self._sample(call, queries) if is_cheaper else None
-        found = self.index().search(queries, call.depth, None, None)
+        index = self.index()
+        self._keep_states(queries)
+        found = index.search(queries, call.depth, None, None)
         if not found.certified.all():  # a hidden state that is not finite
             return None
         # Multiplied again as the head does, for the same rounding.
@@ -115,6 +129,7 @@ class FastHead:
         With the same noise, that token has the largest sum of its logit and Gumbel noise.
         """
         index = self.index()
+        self._keep_states(queries)
         generator = torch.Generator()
         generator.set_state(torch.get_rng_state())
         noise = torch.empty(len(queries), self.linear.out_features)
@@ -278,8 +293,9 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
     - The first step of a call scores all tokens and checks that the model keeps the order of its
       head's logits, as scales and caps do; in 16 bits and without ``top_k``, their values.
       Otherwise a warning says so, and all are scored.
-    - The index is built in the first call, and again after the weights have changed, except by
-      writes that PyTorch does not count, such as those through ``.data``.
+    - The index is built in the first call, a second time after 512 hidden states, since it is
+      faster for states like those that it knows, and again after the weights have changed, except
+      by writes that PyTorch does not count, such as those through ``.data``.
     - Call :func:`slow_head` before pickling the model; ``save_pretrained`` works.
 
     How much it saves depends on the weights: see ``head.cells_read`` and :doc:`/howto/retrieval`.

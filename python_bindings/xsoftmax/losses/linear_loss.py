@@ -460,7 +460,8 @@ class LinearLoss(TableModule):
 
         Args:
             queries: [*, D], some hundred example queries like those to be searched; they determine
-                how many cells a recall takes.
+                how many cells a recall takes, and the directions that are compared first, which
+                makes searches of wide tables faster.
             codewords: K in [1, 1024]: the index has K x K cells of a residual quantizer trained by
                 K-means. None: the codewords of the loss's MIDX sampler, if it has one that has been
                 refreshed and whose cells hold at least 32 classes on average; else sqrt(N / 256),

@@ -137,6 +137,19 @@ def test_a_chunked_prompt_is_scored_as_before():
     assert head.fast_steps > 0
 
 
+def test_the_index_is_built_again_for_the_hidden_states():
+    model = gpt2()
+    prompt = PROMPT.repeat(20, 1)
+    options = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=25, do_sample=False)
+    want = model.generate(prompt, **options)
+    head = fast_head(model)
+    assert torch.equal(model.generate(prompt, **options), want)
+    first = head.index()
+    assert first is head.index()  # built for the first 512 of 960 states
+    rows = xs.SearchIndex(model.lm_head.weight, None)
+    assert not torch.equal(first.tensors[7], rows.tensors[7])
+
+
 def fused_step(weight):
     weight.grad = torch.randn(V, D)
     torch.optim.AdamW([weight], lr=1.0, fused=True).step()

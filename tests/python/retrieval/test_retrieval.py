@@ -162,6 +162,29 @@ def test_bounds_of_coarse_codes_hold_for_every_row():
         assert (left <= tail[first:last].double().repeat_interleave(16)[there] * (1 + 1e-9)).all()
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_index_for_queries_finds_the_same_faster(bias):
+    """The coarse codes are in the directions of the queries, which are those of a few clusters."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(3000, 128, generator=generator)
+    bias = torch.randn(3000, generator=generator) if bias else None
+    query = torch.randn(200, 8, generator=generator) @ torch.randn(8, 128, generator=generator)
+    cell = torch.zeros(3000, dtype=torch.int32)
+    plain, aimed = (ops.search_index(weight, bias, cell, 1, queries)
+                    for queries in (None, query[:100]))
+    assert all(map(torch.equal, plain[:5], aimed[:5]))
+    left = [(query - query @ (basis := index[7][:, :128].float()).T @ basis).norm()
+            for index in (plain, aimed)]
+    assert left[1] < 0.01 * left[0]
+    for one, other in zip(*(ops.search_topk(query, weight, bias, index, 5, "")
+                            for index in (plain, aimed))):
+        assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="queries"):
+        ops.search_index(weight, bias, cell, 1, query[:, :7])
+    with pytest.raises(TypeError, match="queries"):
+        ops.search_index(weight, bias, cell, 1, query.double())
+
+
 def test_prunes_and_counts():
     """Cells far from a query are not read; `max_cells` is respected, and only the best classes are
     certified."""
