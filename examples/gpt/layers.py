@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import xsoftmax as xs
 from examples.common.errors import UsageError
 
-EXACT = ("plain", "exact", "liger", "cce")  # every row of the table has a gradient
+EXACT = {"plain", "exact", "liger", "cce"}  # every row of the table has a gradient
 LAYERS = ("plain", "exact", "sampled", "midx", "liger", "cce")
 ABOUT = ("plain: F.linear and F.cross_entropy; exact: xs.LinearCrossEntropyLoss; sampled and midx: "
          "xs.SampledSoftmaxLoss with the most frequent tokens and samples of the others, shared "

@@ -73,4 +73,4 @@ class GPT(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)  # small logits, if tied
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.body(self.embedding(ids))
+        return self.body(self.embedding(ids).float())

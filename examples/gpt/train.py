@@ -67,6 +67,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     model.add_argument(
         "--precision", choices=DTYPES, default="bfloat16", help="of products, by "
         "autocast; weights are float32 (default: %(default)s)")
+    model.add_argument(
+        "--table-dtype", choices=DTYPES, default="float32", help="dtype of embedding "
+        "and output layer; bfloat16: with stochastic rounding, and one second moment "
+        "per token (default: %(default)s)")
     model.add_argument("--no-compile", dest="compile", action="store_false", help="do without "
                        "torch.compile of the model and of the plain loss")
 
@@ -110,6 +114,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.width % (2 * args.heads) != 0:
         parser.error(f"--width: expected a multiple of 2 * --heads, {2 * args.heads}, got "
                      f"{args.width}")
+    if args.table_dtype != "float32" and not EXACT.isdisjoint(args.loss):
+        parser.error(f"--table-dtype {args.table_dtype}: expected --loss sampled or midx, whose "
+                     f"optimizer rounds stochastically, got {', '.join(args.loss)}")
     return args
 
 
@@ -159,6 +166,8 @@ class Run(training.Run):
         model = GPT(text.num_tokens, args.width, args.layers, args.heads, args.context,
                     self.is_sparse)
         loss = build_layer(args, name, text.counts, args.width)
+        for table in (model.embedding, loss.linear):
+            table.to(DTYPES[args.table_dtype])
         if args.compile:
             model.body.compile()
         self.warm_up(args, model.to(args.device), loss.to(args.device))
@@ -203,8 +212,14 @@ class Run(training.Run):
             groups.append({"params": tables, "weight_decay": 0.0})
         options: dict[str, Any] = {"lr": self.args.lr, "betas": (0.9, 0.95)}
         dense = torch.optim.AdamW(groups, fused=True, **options)
-        return Optimizers(dense, xs.optim.RowAdam(
-            tables, **options)) if (self.is_sparse) else Optimizers(dense)
+        if not self.is_sparse:
+            return Optimizers(dense)
+        if self.args.table_dtype != "float32":
+            options |= {
+                "row_wise": True, "stochastic_rounding": True,
+                "state_dtype": DTYPES[self.args.table_dtype]
+            }
+        return Optimizers(dense, xs.optim.RowAdam(tables, **options))
 
     @property
     def learning_rate(self) -> float:

@@ -59,6 +59,12 @@ def test_every_loss_learns_in_turns(text, tmp_path, precision, capsys):
     assert (tmp_path / "table.md").read_text().count("\n") == 6
 
 
+def test_a_table_of_16_bits_learns(text, tmp_path):
+    assert run(train, "--data", text, "--loss", "sampled", "--epochs", "6", "--output", tmp_path,
+               "--table-dtype", "bfloat16", *SMALL) == 0
+    assert 0.4 < history_of(tmp_path)["runs"][0]["test_loss"] < 1.6
+
+
 @pytest.mark.parametrize("loss", ["plain", "midx"])
 def test_a_resumed_run_is_the_same(text, tmp_path, monkeypatch, loss):
     arguments = ["--data", text, "--loss", loss, "--epochs", "1", "--output", tmp_path, *SMALL]
@@ -135,6 +141,7 @@ def test_windows_are_the_same_for_all_losses_and_cover_an_epoch():
     (["--head", "70", "--samples", "100"], "expected fewer tokens in the head, 70"),
     (["--context", "4000"], "expected more than one batch of 4 x 4000 tokens"),
     (["--loss", "cce", "--z-loss", "1e-4"], "cce"),
+    (["--loss", "plain", "--table-dtype", "bfloat16"], "expected --loss sampled or midx"),
 ])
 def test_options_that_cannot_be_met_are_named(text, tmp_path, capsys, arguments, message):
     assert run(train, "--data", text, "--output", tmp_path, *SMALL, *arguments) == 2
