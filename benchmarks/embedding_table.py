@@ -7,10 +7,10 @@ torch.optim.
 A batch is 4,096 positions of a text of words with Zipf frequencies. Its ids are hashes of the last
 two and the last three words: 8,192 ids of a table [N, 64]. A step looks the rows up, computes the
 gradient of a product, and updates the table; `nn.Embedding(..., sparse=True)` throughout, except
-for AdamW, whose gradient is dense. FBGEMM's table batched embedding is the rival where the package
-fbgemm-gpu-cpu is installed: row-wise Adagrad, in its backward pass. Each step has other words. Tables of one N take turns; times are
-medians. Bytes are those of table and state, by their tensors. With --folder, one more table is in a
-file there.
+for AdamW, whose gradient is dense. FBGEMM's table batched embedding is a rival where the package
+fbgemm-gpu-cpu is installed: row-wise Adagrad, in its backward pass. Each step has other words.
+Tables of one N take turns; times are medians. Bytes are those of table and state, by their tensors.
+With --folder, one more table is in a file there.
 """
 
 import argparse

@@ -105,12 +105,13 @@ def main() -> None:
     for run in runs:
         name, points = NAMES[run["loss"]], curves[NAMES[run["loss"]]]
         reached = seconds_to_reach(points, goal["loss"])
+        losses = {
+            f"{args.minutes * mark / len(marks):.3g} min": f"{point['loss']:.3f}"
+            for mark, point in zip(marks, points)
+        }
         rows.append({
             "output layer": name, "ms a step": f"{1e3 * run['train_seconds'] / run['steps']:.0f}",
-            "tokens": f"{run['tokens']:,}", **{
-                f"{args.minutes * mark / len(marks):.3g} min": f"{points[mark - 1]['loss']:.3f}" if mark <= len(points) else ""
-                for mark in marks
-            }, "test": f"{run['test_loss']:.3f}",
+            "tokens": f"{run['tokens']:,}", **losses, "test": f"{run['test_loss']:.3f}",
             "time to the first's loss": f"{reached / goal['seconds']:.2f}"
             if reached else "not reached"
         })

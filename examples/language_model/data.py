@@ -83,8 +83,8 @@ def load_corpus(path: str | None, min_count: int = 2, max_tokens: int | None = N
 
 
 def find_texts(path: str | None) -> tuple[str, bool, dict[str, list[Path]]]:
-    """Returns the name of a text, whether its words are separated by spaces, and its files by split:
-    "train", "valid" and "test", or "all"."""
+    """Returns the name of a text, whether its words are separated by spaces, and its files by
+    split: "train", "valid" and "test", or "all"."""
     if path is None:
         return "the Python standard library", False, standard_library()
     if Path(path).is_dir():

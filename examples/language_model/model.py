@@ -110,8 +110,9 @@ class Completer(nn.Module):
         self.unknown = self.index[unknown]
         self.end_of_line = self.index[end_of_line]
         self.number = self.index.get(number, self.unknown)
-        self.search_index = torch.ops.xsoftmax.midx_search_index(
-            linear.weight.detach(), linear.bias.detach(), None, None, 0, torch.tensor(0))
+        self.search_index = torch.ops.xsoftmax.midx_search_index(linear.weight.detach(),
+                                                                 linear.bias.detach(), None, None,
+                                                                 0, torch.tensor(0))
 
     def forward(self, ids: Tensor, k: int = 5) -> Tuple[Tensor, Tensor]:
         """Maps ids [T] to the log-probabilities [k] and ids [k] of the most likely next words."""
@@ -150,8 +151,9 @@ class Completer(nn.Module):
         weight = self.linear.weight
         if self.search_index[0].device != weight.device:
             self.search_index = [part.to(weight.device) for part in self.search_index]
-        scores, likely, _, _ = torch.ops.xsoftmax.search_topk(
-            hidden.unsqueeze(0), weight, self.linear.bias, self.search_index, k, "")
+        scores, likely, _, _ = torch.ops.xsoftmax.search_topk(hidden.unsqueeze(0), weight,
+                                                              self.linear.bias, self.search_index,
+                                                              k, "")
         return scores[0], likely[0]
 
     @torch.jit.export

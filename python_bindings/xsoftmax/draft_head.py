@@ -88,8 +88,8 @@ def draft_head(lm_head: nn.Linear, hidden: Tensor, k: int = 8, recall: float = 0
 
     Args:
         lm_head: the output layer of the draft model, nn.Linear from D to N.
-        hidden: floating [Q, D], at least 512 hidden states, in random order, of text like that to be
-            drafted.
+        hidden: floating [Q, D], at least 512 hidden states in random order, of text like that to
+            be drafted.
         k: the number of tokens, at least 1.
         recall: the share of the best k tokens to find, in (0, 1].
 
