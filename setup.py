@@ -50,8 +50,10 @@ class BuildNative(build_py):
     @staticmethod
     def cmake(*arguments):
         # SystemExit, because setuptools ignores other exceptions in an editable install.
-        if code := subprocess.call(["cmake", *arguments]):
-            raise SystemExit(f"xsoftmax: cmake {arguments[0]} failed with exit code {code}")
+        try:
+            subprocess.check_call(["cmake", *arguments])
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise SystemExit(f"xsoftmax: {error}") from error
 
 
 class WheelForAllPythons(bdist_wheel):

@@ -6,7 +6,7 @@ exact validation losses.
 
 The output layers take turns between evaluations, so a machine that becomes slower slows all of
 them. Evaluation and compilation do not count as training time. The same command continues after an
-interruption. The last table is what `xs.advise` says of a batch of the first trained model.
+interruption. The last table is the advice of `xs.advise` for a batch of the first trained model.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def example_arguments(args: argparse.Namespace) -> list[str]:
     return [
         *(["--data", args.data] if args.data else []), "--max-minutes",
         str(args.minutes), "--threads",
-        str(args.threads), *args.options
+        str(args.threads), "--eval-epochs", "1e9", *args.options
     ]
 
 
@@ -65,7 +65,9 @@ def advice(args: argparse.Namespace) -> list[dict]:
     text = gpt.load_text(options)
     run = gpt.Run("exact", text, options)
     state = torch.load(args.out / "checkpoint.pt", weights_only=True)["runs"][args.loss[0]]
-    run.encoder.load_state_dict(state["encoder"])  # and the table, which is tied
+    run.encoder.load_state_dict(state["encoder"])
+    with torch.no_grad():
+        run.table.weight.copy_(state["loss"]["linear.weight"])
     inputs, targets = run.windows["train"].batch(0, options.batch_size, slice(None))
 
     def hidden() -> torch.Tensor:

@@ -1,5 +1,7 @@
 #include "retrieval/search_basis.h"
 
+#include "retrieval/cell_scan.h"
+
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -9,15 +11,16 @@
 namespace xsoftmax {
 namespace {
 
-constexpr int64_t kSample = 4096; // rows, or twice the width if that is more
+constexpr int64_t kSample = 4096; // rows
 constexpr int64_t kIterations = 8; // of the power method; more change the bounds little
 constexpr int64_t kBlock = 8; // rows of the matrix of products that share a pass over the sample
 
 // Returns the sum of r r^T over the rows of a sample [count, width].
-std::vector<float> outer_products(const std::vector<float>& sample, int64_t count, int64_t width) {
+std::vector<float> outer_products(const std::vector<float>& sample, int64_t count, int64_t width,
+                                  const std::function<bool()>& stopped) {
   std::vector<float> sum(width * width, 0.0f);
   at::parallel_for(0, (width + kBlock - 1) / kBlock, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
+    for (int64_t block = begin; block < end && !stopped(); ++block) {
       const int64_t first = block * kBlock, last = std::min(first + kBlock, width);
       for (int64_t s = 0; s < count; ++s) {
         const float* row = sample.data() + s * width;
@@ -34,33 +37,28 @@ std::vector<float> outer_products(const std::vector<float>& sample, int64_t coun
   return sum;
 }
 
-double dot(const double* a, const double* b, int64_t width) {
-  double sum = 0;
-  for (int64_t d = 0; d < width; ++d) {
-    sum += a[d] * b[d];
-  }
-  return sum;
-}
-
 // Makes rows [count, width] orthonormal (Gram and Schmidt, twice each, for orthogonality within
 // rounding). A row that depends on those before it becomes zero.
 void orthonormalize(std::vector<double>& rows, int64_t count, int64_t width) {
   for (int64_t i = 0; i < count; ++i) {
     double* row = rows.data() + i * width;
-    const double before = std::sqrt(dot(row, row, width));
+    const double before = std::sqrt(cell_scan().dot(row, row, width));
     for (int pass = 0; pass < 2; ++pass) {
       for (int64_t j = 0; j < i; ++j) {
         const double* other = rows.data() + j * width;
-        const double product = dot(row, other, width);
+        const double product = cell_scan().dot(row, other, width);
         for (int64_t d = 0; d < width; ++d) {
           row[d] -= product * other[d];
         }
       }
     }
-    const double length = std::sqrt(dot(row, row, width));
-    const double factor = length > 1e-9 * before && length > 0 ? 1 / length : 0;
+    const double length = std::sqrt(cell_scan().dot(row, row, width));
+    if (!(length > 1e-9 * before && length > 1e-100 && std::isfinite(length))) {
+      std::fill_n(row, width, 0.0);
+      continue;
+    }
     for (int64_t d = 0; d < width; ++d) {
-      row[d] *= factor;
+      row[d] /= length;
     }
   }
 }
@@ -68,15 +66,18 @@ void orthonormalize(std::vector<double>& rows, int64_t count, int64_t width) {
 } // namespace
 
 std::vector<double> leading_directions(const std::function<void(int64_t, double*)>& read,
-                                       int64_t count, int64_t width, int64_t directions) {
-  const int64_t sampled = std::min(count, std::max(kSample, 2 * width));
-  std::vector<float> sample(sampled * width);
+                                       int64_t count, int64_t width, int64_t directions,
+                                       const std::function<bool()>& stopped) {
+  const int64_t sampled = std::min(count, kSample);
+  std::vector<float> sample(sampled * width, 0.0f);
   std::vector<double> row(width);
   double largest = 0;
   const auto each_row = [&](auto use) {
     for (int64_t s = 0; s < sampled; ++s) {
       read(s * count / sampled, row.data());
-      use(s);
+      if (std::all_of(row.begin(), row.end(), [](double x) { return std::isfinite(x); })) {
+        use(s);
+      }
     }
   };
   each_row([&](int64_t) {
@@ -85,13 +86,13 @@ std::vector<double> leading_directions(const std::function<void(int64_t, double*
     }
   });
   // Scaled, so that squares of float32 neither overflow nor underflow.
-  const double scale = largest > 0 && std::isfinite(largest) ? 1 / largest : 0;
+  const int exponent = largest > 0 ? -std::ilogb(largest) : 0;
   each_row([&](int64_t s) {
     for (int64_t d = 0; d < width; ++d) {
-      sample[s * width + d] = std::isfinite(row[d]) ? float(row[d] * scale) : 0.0f;
+      sample[s * width + d] = float(std::scalbn(row[d], exponent));
     }
   });
-  const std::vector<float> sum = outer_products(sample, sampled, width);
+  const std::vector<float> sum = outer_products(sample, sampled, width, stopped);
 
   std::mt19937 random(0);
   std::vector<double> basis(directions * width), next(directions * width);
@@ -99,9 +100,9 @@ std::vector<double> leading_directions(const std::function<void(int64_t, double*
     x = double(random()) / double(random.max()) - 0.5;
   }
   orthonormalize(basis, directions, width);
-  for (int64_t iteration = 0; iteration < kIterations; ++iteration) {
+  for (int64_t iteration = 0; iteration < kIterations && !stopped(); ++iteration) {
     at::parallel_for(0, directions, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
+      for (int64_t i = begin; i < end && !stopped(); ++i) {
         double* out = next.data() + i * width;
         std::fill_n(out, width, 0.0);
         for (int64_t j = 0; j < width; ++j) {

@@ -36,7 +36,7 @@ VectorCode encode(const std::vector<double>& z, int8_t* code) {
     largest = std::max(largest, std::abs(x));
   }
   VectorCode result;
-  result.scale = largest > 0 ? largest / 127 : 1;
+  result.scale = largest > 0x1p-1000 ? largest / 127 : 1;
   double square = 0;
   for (size_t d = 0; d < z.size(); ++d) {
     const double nearest = std::nearbyint(z[d] / result.scale),
@@ -161,7 +161,8 @@ void CellReader::prepare(int64_t q, ScanScratch& scratch, float* row) {
     finite &= std::isfinite(z);
     largest = std::max(largest, std::abs(z));
   }
-  query.searched = finite && largest > 0;
+  // The noise is scaled as the query is, which must not overflow.
+  query.searched = finite && largest > 0 && !(is_perturbed() && largest < 0x1p-800);
   if (!query.searched) {
     return;
   }
@@ -184,6 +185,8 @@ void CellReader::prepare(int64_t q, ScanScratch& scratch, float* row) {
   double of_coordinates = 0;
   for (int64_t i = 0; i < index_.directions; ++i) {
     coordinates[i] = cell_scan().dot(wide.data(), basis + i * index_.width, index_.width);
+    TORCH_CHECK_VALUE(std::isfinite(coordinates[i]),
+                      "search: expected index[7] with finite values, got others");
     of_coordinates += coordinates[i] * coordinates[i];
   }
   query.tail = std::sqrt(remaining_square(square, of_coordinates)) * (1 + 1e-7);
@@ -217,8 +220,8 @@ void CellReader::place_noise(int64_t q) {
           largest = std::max(largest, of_group[g]);
         }
       }
-      peak[lane] =
-          above(products(q, block)[lane] + std::scalbn(double(largest), queries_[q].exponent));
+      const double scaled = std::scalbn(double(largest), queries_[q].exponent);
+      peak[lane] = above(products(q, block)[lane] + scaled + noise_rounding(scaled));
     }
   }
 }
@@ -400,7 +403,7 @@ void CellReader::scan_cell(int64_t cell, const int64_t* query, int64_t n, BestCl
 // Compares the coarse codes of groups [first, last) of a cell, at most kGroups, and reads those
 // groups that may hold one of the best.
 void CellReader::scan_groups(const Cell& cell, int64_t first, int64_t last, ScanScratch& scratch) {
-  std::array<int64_t, kScanQueries> which, some;
+  std::array<int64_t, kScanQueries> which, counts;
   std::array<const int8_t*, kScanQueries> codes;
   int64_t scanned = 0, groups = 0;
   for (int64_t i = 0; i < cell.count; ++i) {
@@ -417,7 +420,7 @@ void CellReader::scan_groups(const Cell& cell, int64_t first, int64_t last, Scan
     }
     if (count > 0) {
       which[scanned] = i;
-      some[scanned] = count;
+      counts[scanned] = count;
       codes[scanned++] = index_.directions > 0 ? query_coarse_.data() + q * index_.directions
                                                : query_codes_.data() + q * index_.quads * 4;
       groups = std::max(groups, count);
@@ -430,7 +433,7 @@ void CellReader::scan_groups(const Cell& cell, int64_t first, int64_t last, Scan
   cell_scan().peaks(scratch.peaks.data(), codes.data(), scanned,
                     coarse_ + first * coarse_quads_ * 4 * kScanLanes, groups, coarse_quads_);
   for (int64_t s = 0; s < scanned; ++s) {
-    read_groups(cell, which[s], first, some[s], scratch.peaks.data() + s * groups, scratch);
+    read_groups(cell, which[s], first, counts[s], scratch.peaks.data() + s * groups, scratch);
   }
 }
 
@@ -445,8 +448,9 @@ void CellReader::read_groups(const Cell& cell, int64_t i, int64_t first, int64_t
   bounds.resize(kGroups);
   int64_t highest = 0;
   for (int64_t g = 0; g < groups; ++g) {
+    const double noise = group_noise(q, first + g);
     bounds[g] = cell.product[i] + coarse.unit * double(peak[g] - query.coarse.offset) +
-        coarse.error + query.tail * double(tail_[first + g]) + group_noise(q, first + g);
+        coarse.error + query.tail * double(tail_[first + g]) + noise + noise_rounding(noise);
     highest = bounds[g] > bounds[highest] ? g : highest;
   }
   if (bounds[highest] < best.threshold) {
@@ -468,8 +472,9 @@ void CellReader::read_group(const Cell& cell, int64_t i, int64_t group, double n
   const Cell::Scan& scan = cell.whole[i];
   BestClasses& best = *cell.best[i];
   const int64_t offset = queries_[q].whole.offset;
-  const double least =
-      std::floor((best.threshold - cell.product[i] - noise_of_group - scan.error) / scan.unit) +
+  const double least = std::floor((best.threshold - noise_of_group - cell.product[i] - scan.error -
+                                   noise_rounding(noise_of_group)) /
+                                  scan.unit) +
       double(offset);
   constexpr double lowest = std::numeric_limits<int32_t>::min(),
                    highest = std::numeric_limits<int32_t>::max();
@@ -487,10 +492,12 @@ void CellReader::read_group(const Cell& cell, int64_t i, int64_t group, double n
     if (id < 0) {
       continue;
     }
-    const double score = cell.product[i] + scan.unit * double(product[lane] - offset) +
-        (id < classes_ ? noise(q, id) : 0);
-    if (!(score + scan.error < best.threshold)) {
-      best.add(k_, score - scan.error, score + scan.error, id);
+    const double noise_of_class = id < classes_ ? noise(q, id) : 0,
+                 score =
+                     cell.product[i] + scan.unit * double(product[lane] - offset) + noise_of_class,
+                 error = scan.error + noise_rounding(noise_of_class);
+    if (!(score + error < best.threshold)) {
+      best.add(k_, score - error, score + error, id);
     }
   }
   if (int64_t(best.candidates.size()) > kCandidates) {

@@ -43,7 +43,7 @@ struct CodedQuery {
   double length = 0; // |z|
   VectorCode whole;
   VectorCode coarse; // of its coordinates in the basis; without a basis, the same as `whole`
-  double tail = 0; // length of what the basis leaves of z
+  double tail = 0; // length of the component of z outside the basis
 };
 
 /// Candidates and results of a query. Every class that was read and is not in one of the lists is
@@ -84,6 +84,10 @@ class CellReader {
   /// Returns a mask of the cells of a block that may hold one of the best and were not read.
   uint32_t remaining(int64_t q, int64_t block, double threshold) const;
 
+  /// Returns a bound of the rounding errors of sums of a score and noise.
+  double noise_rounding(double noise) const {
+    return is_perturbed() && std::isfinite(noise) ? 0x1p-48 * std::abs(noise) : 0;
+  }
   /// Adds noise [*, classes] to the scores: row q belongs to query q of all waves.
   void perturb(const float* noise, int64_t classes) { noise_ = noise, classes_ = classes; }
   bool is_perturbed() const { return noise_ != nullptr; }

@@ -167,13 +167,13 @@ class IndexBuilder {
     index_[5].zero_();
     std::fill_n(data<uint8_t>(index_[8]), index_[8].numel(), uint8_t(128));
     index_[9].zero_();
+    LongWork work(kOp, cells_);
     if (directions_ > 0) {
-      find_directions<T>(beta);
+      find_directions<T>(beta, work);
     }
     float* reach = data<float>(index_[5]);
     std::fill_n(reach, index_[5].size(1), -std::numeric_limits<float>::infinity());
     std::atomic<int64_t> bad = classes_;
-    LongWork work(kOp, cells_);
     at::parallel_for(0, cells_,
                      std::max<int64_t>(1, cells_ * kRowsPerTask / std::max<int64_t>(1, classes_)),
                      [&](int64_t begin, int64_t end) {
@@ -194,7 +194,7 @@ class IndexBuilder {
 
   // Finds directions in which the queries are long, or the rows if there are no queries.
   template <typename T>
-  void find_directions(double beta) {
+  void find_directions(double beta, LongWork& work) {
     Rows<T> rows(queries_.defined() ? queries_ : weight_, queries_.defined() ? Tensor() : bias_,
                  beta);
     const std::vector<double> basis = leading_directions(
@@ -204,7 +204,8 @@ class IndexBuilder {
             out[width_ - 1] = beta;
           }
         },
-        queries_.defined() ? queries_.size(0) : classes_, width_, directions_);
+        queries_.defined() ? queries_.size(0) : classes_, width_, directions_,
+        [&] { return work.stopped(); });
     std::copy(basis.begin(), basis.end(), data<double>(index_[7]));
   }
 
@@ -322,21 +323,21 @@ class IndexBuilder {
     const int64_t size = int64_t(by_norm.size()), group = data<int64_t>(index_[2])[c];
     const double* basis = data<double>(index_[7]);
     float* tail = data<float>(index_[9]) + group;
-    std::vector<float> coordinates(size * directions_);
-    float largest = 0;
+    std::vector<double> coordinates(size * directions_);
+    double largest = 0;
     for (int64_t j = 0; j < size; ++j) {
       const double square = remainder(by_norm[j].second);
       double of_coordinates = 0;
       for (int64_t i = 0; i < directions_; ++i) {
         const double x = cell_scan().dot(row.data(), basis + i * width_, width_);
         of_coordinates += x * x;
-        coordinates[j * directions_ + i] = float(x);
-        largest = std::max(largest, std::abs(float(x)));
+        coordinates[j * directions_ + i] = x;
+        largest = std::max(largest, std::abs(x));
       }
       float& of_group = tail[j / kScanLanes];
       of_group = std::max(of_group, above(std::sqrt(remaining_square(square, of_coordinates))));
     }
-    const float scale = std::max(above(double(largest) / 127), 0x1p-100f);
+    const float scale = std::max(above(largest / 127), 0x1p-100f);
     uint8_t* codes = data<uint8_t>(index_[8]) + group * directions_ * kScanLanes;
     double error = 0, norm = 0;
     for (int64_t j = 0; j < size; ++j) {
@@ -354,7 +355,6 @@ class IndexBuilder {
       norm = std::max(norm, norm_square);
     }
     set(c, kCoarseScale, scale);
-    // `rounding` includes that of the coordinates to float32.
     set(c, kCoarseError, above(std::sqrt(error) + rounding));
     set(c, kCoarseNorm, above(std::sqrt(norm) * (1 + 1e-12)));
   }

@@ -46,8 +46,8 @@ namespace xsoftmax {
 //                                             or else the rows,
 //                                             P = search_directions(W); 0 for short rows
 //   coarse  uint8   [G, P / 4, 16, 4]         as codes, of the coordinates of r in the basis
-//   tail    float32 [G]                       upper bound in this group of the length of what the
-//                                             basis leaves of r
+//   tail    float32 [G]                       upper bound in this group of the length of the
+//                                             component of r outside the basis
 //
 // Bounds are rounded up. cell: values in [0, num_cells), 1 <= num_cells <= 2^20. W is at most 2^15.
 // Rows and biases must be finite.
@@ -55,7 +55,7 @@ namespace xsoftmax {
 // For a query z with 8-bit code ẑ, z.w is within |z| reach of z.c, and within |z| code_error + |z -
 // ẑ| code_norm of z.c + ẑ.(scale x code). For its coordinates y in the basis, with 8-bit code ŷ,
 // z.w is within |z| coarse_error + |y - ŷ| coarse_norm + t tail of z.c + ŷ.(coarse_scale x coarse),
-// where t is the length of what the basis leaves of z.
+// where t is the length of the component of z outside the basis.
 
 constexpr int64_t kBounds = 8;
 enum SearchBound : int64_t {
@@ -69,10 +69,10 @@ enum SearchBound : int64_t {
   kCoarseNorm
 };
 
-/// The squared length of what a basis leaves of a vector, given the squared lengths of the vector
-/// and of its coordinates. Rounded up by more than the basis differs from an orthonormal one: with
-/// M = 1 - B^T B + 1e-9, which is positive, z.r - (Bz).(Br) = z.Mr - 1e-9 z.r, and z.Mr is at most
-/// the root of z.Mz r.Mr.
+/// The squared length of the component of a vector outside a basis, given the squared lengths of
+/// the vector and of its coordinates. Rounded up by more than the basis differs from an orthonormal
+/// one: with M = 1 - B^T B + 1e-9, which is positive, z.r - (Bz).(Br) = z.Mr - 1e-9 z.r, and z.Mr
+/// is at most the root of z.Mz r.Mr.
 inline double remaining_square(double square, double of_coordinates) {
   return (square > of_coordinates ? square - of_coordinates : 0) + 1e-9 * square;
 }

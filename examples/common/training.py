@@ -183,10 +183,10 @@ class Run:
 
     def read_losses(self):
         """Adds the losses of the last steps to `recent`."""
-        for loss, count in self.unread:
+        for step, (loss, count) in enumerate(self.unread, self.steps - len(self.unread) + 1):
             value = loss.item()
             if not math.isfinite(value):
-                raise Diverged(f"the {self.name} loss is {value} after {self.steps} steps: try a "
+                raise Diverged(f"the {self.name} loss is {value} after {step} steps: try a "
                                f"smaller --lr than {self.args.lr}")
             self.recent = [self.recent[0] + value * count, self.recent[1] + count]
         self.unread = []
@@ -258,9 +258,9 @@ class Run:
                 evaluated = self.train_seconds
                 self.rng = self.rng_state()
                 self.evaluate(interrupt)
-                save()
                 if is_turn:
                     break
+                save()
         bar.close()
         self.read_losses()
         self.rng = self.rng_state()
@@ -385,7 +385,7 @@ def train_each(args: argparse.Namespace, make: Callable[[str], Run], fingerprint
         data: the name of the data in errors.
         write: writes the metrics so far to files.
         takes_turns: change to the next loss after each evaluation, so that a machine that becomes
-            slower slows all of them.
+            slower slows all of them. All models are then in memory at once.
 
     Returns:
         The runs, and whether they were interrupted.
@@ -422,9 +422,13 @@ def train_each(args: argparse.Namespace, make: Callable[[str], Run], fingerprint
                 train(run, False)
             if interrupt.seen:
                 break
-        while not interrupt.seen and (left := [run for run in runs if run.test is None]):
+        while not interrupt.seen and (left :=
+                                      [run
+                                       for run in runs if run.test is None or not run.finished]):
             for run in left:
                 train(run, True)
                 if interrupt.seen:
                     break
+        if ranks.first:
+            write(runs)
     return runs, interrupt.seen

@@ -38,7 +38,8 @@ def load_byte_pairs(path: str | None, num_tokens: int, tokenizer: Path | None,
         path, max_tokens: as for load_corpus.
         num_tokens: the size of the vocabulary of a tokenizer that is trained.
         tokenizer: a file in the format of the package tokenizers, with any vocabulary. If it does
-            not exist, a byte-level tokenizer is trained on the training text and written there.
+            not exist, a byte-level tokenizer is trained on the training text, or on a file as a
+            whole, and written there.
     """
     try:
         from tokenizers import ByteLevelBPETokenizer, Tokenizer

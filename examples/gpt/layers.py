@@ -101,10 +101,12 @@ def build_layer(args: argparse.Namespace, name: str, counts: Tensor, width: int)
     options = {"softcap": args.softcap, "z_loss": args.z_loss}
     if name == "exact":
         return xs.LinearCrossEntropyLoss(width, num_tokens, **options)
-    head = args.head if name == "sampled" else args.midx_head
-    if head + args.samples > num_tokens:
-        raise UsageError(f"expected fewer tokens in the head, {head}, and samples, {args.samples}, "
-                         f"than the {num_tokens} tokens of the text")
+    head, samples = (args.head, args.samples) if name == "sampled" else (args.midx_head,
+                                                                         args.midx_samples)
+    if head + samples > num_tokens:
+        raise UsageError(
+            f"--loss {name}: expected at most {num_tokens}, the number of tokens of the "
+            f"text, as head and samples together, got {head} and {samples}")
     if name == "sampled":
         sampler = xs.samplers.UnigramSampler(counts.clamp(min=1), args.samples, power=args.power)
     else:

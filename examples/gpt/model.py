@@ -62,8 +62,7 @@ class Body(nn.Module):
 class GPT(nn.Module):
     """Maps token ids [B, T] to hidden states [B, T, width].
 
-    The embedding stands beside the body, so that torch.compile takes the body alone: the gradient
-    of a sparse embedding is that of the rows of the batch, which a compiled graph cannot return.
+    The embedding is outside of `body`, because torch.compile cannot return a sparse gradient.
     """
     def __init__(self, num_tokens: int, width: int, layers: int, heads: int, context: int,
                  sparse: bool):

@@ -25,7 +25,7 @@ from examples.common.arguments import (add_file_arguments, add_training_argument
                                        fraction, positive, report_errors)
 from examples.common.errors import UsageError
 from examples.common.losses import DTYPES
-from examples.common.ranks import add_ranks_arguments
+from examples.common.ranks import Ranks, add_ranks_arguments
 from examples.common.training import Interrupt
 from examples.gpt import report
 from examples.gpt.data import Text, Windows, load_byte_pairs, load_words
@@ -79,8 +79,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                       help=f"{ABOUT} (default: sampled)")
     loss.add_argument("--softcap", type=positive(float), help="logits become softcap * "
                       "tanh(logits / softcap)")
-    loss.add_argument("--z-loss", type=positive(float, or_zero=True), default=0.0,
-                      help="weight of the squared log normaliser (default: %(default)s)")
+    loss.add_argument(
+        "--z-loss", type=positive(float, or_zero=True), default=0.0,
+        help="weight of the squared log normaliser, in training and validation "
+        "(default: %(default)s)")
     loss.add_argument(
         "--head", type=positive(int), default=2048, help="sampled: number of most "
         "frequent tokens that are always scored (default: %(default)s)")
@@ -184,7 +186,8 @@ class Run(training.Run):
     def warm_up(args: argparse.Namespace, model: GPT, loss: nn.Module):
         """Compiles the model and the loss, which is no training time."""
         state = torch.get_rng_state()
-        shape = args.batch_size, args.context
+        rows = Ranks(args.table).rows(args.batch_size)
+        shape = rows.stop - rows.start, args.context
         embedded = torch.randn(*shape, args.width, device=args.device, requires_grad=True)
         with autocast(args):
             hidden = model.body(embedded)
@@ -273,6 +276,8 @@ def train(args: argparse.Namespace) -> int:
     text = load_text(args)
     sizes = {split: len(getattr(text, split)) for split in ("train", "valid", "test")}
     for split, size in sizes.items():
+        if split != "train":
+            size = min(size, args.eval_tokens)
         if size <= args.batch_size * args.context:
             raise UsageError(f"--data: expected more than one batch of {args.batch_size} x "
                              f"{args.context} tokens in the {split} text, got {size} tokens")

@@ -91,8 +91,8 @@ ENCODERS = {"lstm": LSTMEncoder, "transformer": TransformerEncoder}
 
 class Completer(nn.Module):
     """A trained model with its vocabulary, for programs without Python. One file contains all that
-    is needed to complete a prompt. The weights do not change afterwards, since a search index of
-    the output layer is made of them."""
+    is needed to complete a prompt. The weights and their dtype do not change afterwards, because a
+    search index is built from the output layer."""
 
     words: List[str]
     index: Dict[str, int]

@@ -23,10 +23,9 @@ namespace xsoftmax {
 ///   `seed`.
 /// - codewords: K; 0: sqrt(N / 256) rounded up, at most 256.
 /// - seed: 0-dim int64.
-/// - queries [Q, D]: queries like those to be searched, of weight's dtype. Rows of 96 coordinates
-/// or
-///   more are compared first in the directions in which these are long; without them, in those in
-///   which the rows are long. The results of a search are the same.
+/// - queries [Q, D]: queries like those to be searched, of weight's dtype. Wide rows are compared
+///   first in the directions in which these are long; without queries, in those in which the rows
+///   are long. The results of a search are the same.
 ///
 /// Returns the tensors that search_topk takes, on the device of weight. For a CUDA table, K-means
 /// and cells are computed there, and codes on the CPU. The index is valid for this table only:

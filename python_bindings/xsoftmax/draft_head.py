@@ -41,10 +41,12 @@ class DraftHead(nn.Module):
         budget = index.budget(self.k, self._wanted)
         assert budget is not None  # there are enough queries
         self.max_cells, self.num_cells = budget, index.num_cells
-        others = self._hidden[_CALIBRATION:].to(self.lm_head.weight.dtype)
+        others = self._hidden[_CALIBRATION:].to(self.lm_head.weight)
         exact = index.search(others, self.k, None, None).ids
         found = index.search(others, self.k, None, budget).ids
-        is_found = (exact[:, :, None] == found[:, None, :]).any(2).double()
+        found = found.sort(1).values
+        place = torch.searchsorted(found, exact).clamp_max(self.k - 1)
+        is_found = (found.gather(1, place) == exact).double()
         self.recall, self.best_recall = float(is_found.mean()), float(is_found[:, 0].mean())
         return index
 
@@ -58,7 +60,7 @@ class DraftHead(nn.Module):
                              f"{list(hidden.shape)}")
         if not self._index._is_current(weight, bias):
             self._index = self._build()
-        queries = hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype)
+        queries = hidden.reshape(-1, hidden.shape[-1]).to(weight)
         found = self._index.search(queries, self.k, None, self.max_cells)
         return SearchResult(*(part.reshape(*hidden.shape[:-1], *part.shape[1:]) for part in found))
 
@@ -71,8 +73,7 @@ def draft_head(lm_head: nn.Linear, hidden: Tensor, k: int = 8, recall: float = 0
         prob = found.scores.softmax(-1)               # a distribution over these ids
 
     A model that drafts tokens for another one to verify needs few likely tokens of each hidden
-    state, and any distribution over them: what the draft lacks costs speed, never correctness. This
-    head is
+    state, and any distribution over them: missed tokens cost speed, not correctness. This head is
 
     .. code-block:: python
 
@@ -102,6 +103,8 @@ def draft_head(lm_head: nn.Linear, hidden: Tensor, k: int = 8, recall: float = 0
     if not isinstance(lm_head, nn.Linear):
         raise TypeError(f"{name}: expected lm_head as nn.Linear, got {type(lm_head).__name__}")
     check_tensor(name, "hidden", hidden)
+    if not hidden.is_floating_point():
+        raise TypeError(f"{name}: expected floating hidden, got {hidden.dtype}")
     if hidden.dim() != 2 or hidden.shape[1] != lm_head.in_features:
         raise ValueError(f"{name}: expected hidden of shape [Q, {lm_head.in_features}], got "
                          f"{list(hidden.shape)}")

@@ -20,7 +20,7 @@ _REMOVE_ENDS = (logits_process.MinLengthLogitsProcessor,
 _SHORT = (torch.bfloat16, torch.float16)
 _MARGIN = 8  # extra tokens, since 16-bit logits are often equal
 _STATES = 512  # hidden states after which the index is built again for them
-_NUCLEUS = 256  # tokens among which a sample is shown to be one of top_p
+_NUCLEUS = 256  # tokens among which a sample is proved to be in top_p
 
 
 class _Call:
@@ -57,25 +57,35 @@ class FastHead:
         self.fast_steps = self.dense_steps = self.cells_read = self.num_cells = 0
         self._calls: Dict[int, _Call] = {}  # by thread
         self._index: Optional[SearchIndex] = None
-        self._states: List[Tensor] = []  # hidden states since the index was built, at most _STATES
+        self._states: List[Tensor] = []  # the first hidden states since the index was built
         self._num_states = 0
+        self._lock = threading.Lock()  # of the index and the states
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.Lock()
 
     def index(self) -> SearchIndex:
         """Returns the index of the current weights; builds it if they have changed, and a second
         time for the first hidden states that were searched."""
         weight, bias = self.linear.weight, self.linear.bias
-        if self._index is None or not self._index._is_current(weight, bias):
-            self._index, self._states, self._num_states = SearchIndex(weight, bias), [], 0
-        elif self._states and self._num_states >= _STATES:
-            states, self._states = torch.cat(self._states), []
-            self._index = SearchIndex(weight, bias, queries=states)
-        self.num_cells = self._index.num_cells
-        return self._index
+        with self._lock:
+            if self._index is None or not self._index._is_current(weight, bias):
+                self._index, self._states, self._num_states = SearchIndex(weight, bias), [], 0
+            elif self._states and self._num_states >= _STATES:
+                states, self._states = torch.cat(self._states), []
+                self._index = SearchIndex(weight, bias, queries=states)
+            self.num_cells = self._index.num_cells
+            return self._index
 
     def _keep_states(self, queries: Tensor) -> None:
-        if self._num_states < _STATES:
-            self._states.append(queries.detach().clone())
-            self._num_states += len(queries)
+        with self._lock:
+            if self._num_states < _STATES:
+                self._states.append(queries.detach().clone())
+                self._num_states += len(queries)
 
     def answer(self, hidden: Tensor, score_all: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns the logits [*, N] of hidden states [*, D]: -inf except for the best tokens, or,
@@ -103,11 +113,10 @@ class FastHead:
             # Noise for all tokens is cheaper than their scores for few queries, or long ones.
             is_cheaper = len(queries) * 64 <= queries.shape[1] or queries.shape[1] >= 1024
             return self._sample(call, queries) if is_cheaper else None
-        index = self.index()
-        self._keep_states(queries)
-        found = index.search(queries, call.depth, None, None)
+        found = self.index().search(queries, call.depth, None, None)
         if not found.certified.all():  # a hidden state that is not finite
             return None
+        self._keep_states(queries)
         # Multiplied again as the head does, for the same rounding.
         ids = found.ids[0] if len(queries) == 1 else found.ids.unique()
         bias = None if self.linear.bias is None else self.linear.bias.index_select(0, ids)
@@ -128,16 +137,21 @@ class FastHead:
         torch.multinomial divides the probabilities by exponential noise, and takes the largest.
         With the same noise, that token has the largest sum of its logit and Gumbel noise.
         """
+        # The noise of several calls would be the same, and they would depend on each other. Under
+        # autocast, the model draws from rounded logits.
+        if len(self._calls) > 1 or torch.is_autocast_enabled("cpu"):
+            return None
         index = self.index()
-        self._keep_states(queries)
-        generator = torch.Generator()
+        generator = torch.Generator("cpu")
         generator.set_state(torch.get_rng_state())
-        noise = torch.empty(len(queries), self.linear.out_features)
+        noise = torch.empty(len(queries), self.linear.out_features, dtype=torch.float32,
+                            device="cpu")
         noise.exponential_(generator=generator).log_().mul_(-call.temperature)
         ids, cells_read, certified = torch.ops.xsoftmax.perturbed_argmax(
             queries, index.weight, index.bias, index.tensors, noise)
         if not certified.all():
             return None
+        self._keep_states(queries)
         if call.top_p < 1 and not self._are_in_nucleus(call, queries, ids):
             return None
         self.fast_steps += len(queries)
@@ -146,8 +160,9 @@ class FastHead:
         return logits.scatter_(1, ids[:, None], 0.0)
 
     def _are_in_nucleus(self, call: _Call, queries: Tensor, ids: Tensor) -> bool:
-        """Returns whether the better tokens of each have a probability below top_p together, as far
-        as the best _NUCLEUS tokens show it: all tokens have no smaller a sum than these."""
+        """Returns whether the tokens that score higher than each of these have a probability below
+        top_p together. Probabilities are relative to the sum over the best _NUCLEUS tokens, which
+        the sum over all tokens is not below."""
         found = self.index().search(queries, min(_NUCLEUS, self.linear.out_features), None, None)
         prob = (found.scores.double() / call.temperature).softmax(1)
         is_token = found.ids == ids[:, None]
@@ -156,7 +171,7 @@ class FastHead:
         return bool((is_token.any(1) & (better < call.top_p - margin)).all())
 
     def check(self, scores: Tensor) -> None:
-        """Compares the first logits of a call with what the model made of them, [Q, N]. A model may
+        """Compares the first logits of a call with those that the model returned, [Q, N]. A model may
         scale or cap its logits. If it changes their order, or, for a sample from all tokens, their
         values, all tokens are scored; in 16 bits too, where capped values are equal more often."""
         call = self._calls.get(threading.get_ident())
@@ -284,7 +299,8 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
       length, included.
     - Sampling without ``top_k`` (``top_k=0``) uses it on a CPU in float32, with temperature and
       ``top_p``, for a few sequences at once: as many as a 64th of the hidden width, any number from
-      a width of 1,024. A step with a sample that is not shown to be in ``top_p`` scores all tokens.
+      a width of 1,024. A step with a sample that is not proved to be in ``top_p``, under autocast or
+      beside another call of ``generate()``, scores all tokens.
     - Beams, assisted and custom generation, penalties, banned and forced tokens, custom logits
       processors, compiled models, and ``output_scores`` or ``output_logits`` need the scores of
       other tokens; then all are scored, as without this call.

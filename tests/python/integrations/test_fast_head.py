@@ -150,6 +150,25 @@ def test_the_index_is_built_again_for_the_hidden_states():
     assert not torch.equal(first.tensors[7], rows.tensors[7])
 
 
+def test_samples_beside_another_call_and_under_autocast_score_all_tokens():
+    options = dict(do_sample=True, top_k=0)
+    model = gpt2()
+    want = made(model, **options)
+    head = fast_head(model)
+    head._calls[-1] = None  # of another thread
+    assert torch.equal(made(model, **options), want) and head.fast_steps == 0
+    head._calls.clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(made(model, **options), want) and head.fast_steps > 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+    fast_steps = head.fast_steps
+    with torch.autocast("cpu"):
+        made(model, **options)
+    assert head.fast_steps == fast_steps
+
+
 def fused_step(weight):
     weight.grad = torch.randn(V, D)
     torch.optim.AdamW([weight], lr=1.0, fused=True).step()

@@ -71,6 +71,20 @@ def test_a_resumed_run_is_the_same(text, tmp_path, monkeypatch, loss):
     check_resume(train, arguments, tmp_path, monkeypatch)
 
 
+def test_a_larger_budget_goes_on_and_a_finished_run_writes_its_files(text, tmp_path):
+    arguments = [
+        "--data", text, "--loss", "plain", "sampled", "--schedule", "constant", "--checkpoint",
+        tmp_path / "run.pt", *SMALL
+    ]
+    assert run(train, *arguments, "--epochs", "1", "--output", tmp_path / "one") == 0
+    more = [*arguments, "--epochs", "2", "--resume", "--output"]
+    assert run(train, *more, tmp_path / "two") == 0
+    runs = history_of(tmp_path / "two")["runs"]
+    assert [entry["epochs"] for entry in runs] == [2, 2] and all(map(report.points_of, runs))
+    assert run(train, *more, tmp_path / "three") == 0
+    assert history_of(tmp_path / "three")["runs"] == runs
+
+
 @pytest.mark.slow
 @needs_gloo
 def test_two_ranks_train(text, tmp_path):
@@ -138,7 +152,7 @@ def test_windows_are_the_same_for_all_losses_and_cover_an_epoch():
 
 @pytest.mark.parametrize("arguments, message", [
     (["--width", "18", "--heads", "4"], "--width: expected a multiple of 2 * --heads, 8, got 18"),
-    (["--head", "70", "--samples", "100"], "expected fewer tokens in the head, 70"),
+    (["--head", "70", "--samples", "100"], "--loss sampled: expected at most"),
     (["--context", "4000"], "expected more than one batch of 4 x 4000 tokens"),
     (["--loss", "cce", "--z-loss", "1e-4"], "cce"),
     (["--loss", "plain", "--table-dtype", "bfloat16"], "expected --loss sampled or midx"),

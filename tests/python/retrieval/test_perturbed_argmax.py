@@ -50,6 +50,43 @@ def test_the_class_is_that_of_all_scores(dtype, bias, scale):
         assert alone[0] == ids[one]
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_wide_rows_are_compared_in_a_few_directions_first(bias, scale):
+    torch.manual_seed(1)
+    weight, bias = table(width=128, bias=bias)
+    queries = 0.3 * torch.randn(70, 4) @ torch.randn(4, 128)
+    noise = scale * gumbel(70, 3000)
+    want = dense(queries, weight, bias, noise).argmax(1)
+    for given in (None, queries):
+        index = SearchIndex(weight, bias, queries=given, num_codewords=1)
+        assert index.tensors[7].shape[0] == 16
+        ids, _, certified = ops.perturbed_argmax(queries, weight, bias, index.tensors, noise)
+        assert torch.equal(ids, want) and certified.all()
+
+
+@pytest.mark.parametrize("size", [1e10, 1e17, 1e30])
+def test_large_noise_loses_no_class(size):
+    """Sums are rounded to float64, and of equal sums the lower id wins."""
+    torch.manual_seed(3)
+    weight, _ = table(500, dtype=torch.float64)
+    index, queries = SearchIndex(weight, None), torch.randn(50, 24, dtype=torch.float64)
+    noise = torch.where(torch.rand(50, 500) < 0.1, size, 0.0)
+    ids, _, certified = ops.perturbed_argmax(queries, weight, None, index.tensors, noise)
+    sums = dense(queries, weight, None, noise)
+    assert torch.equal(sums.gather(1, ids[:, None])[:, 0], sums.amax(1)) and certified.all()
+    if size == 1e30:
+        assert torch.equal(ids, noise.argmax(1))
+
+
+def test_queries_too_small_for_noise_are_not_certified():
+    weight, _ = table(500, dtype=torch.float64)
+    index = SearchIndex(weight, None)
+    queries = torch.full((1, 24), 1e-300, dtype=torch.float64)
+    _, _, certified = ops.perturbed_argmax(queries, weight, None, index.tensors, gumbel(1, 500))
+    assert not certified.any()
+
+
 @pytest.mark.parametrize("factor", [1e-36, 1e-6, 1e6, 1e30])
 def test_scales_of_queries_and_noise_may_differ_widely(factor):
     weight, _ = table(500)

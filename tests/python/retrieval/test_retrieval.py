@@ -179,6 +179,13 @@ def test_an_index_for_queries_finds_the_same_faster(bias):
     for one, other in zip(*(ops.search_topk(query, weight, bias, index, 5, "")
                             for index in (plain, aimed))):
         assert torch.equal(one, other)
+    # A query that is not finite is left out.
+    with_nan = torch.cat([query[:100], torch.full((1, 128), torch.nan)])
+    for one, other in zip(aimed, ops.search_index(weight, bias, cell, 1, with_nan)):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=50)
+    damaged = [*aimed[:7], torch.full_like(aimed[7], torch.nan), *aimed[8:]]
+    with pytest.raises(ValueError, match="finite"):
+        ops.search_topk(query, weight, bias, damaged, 5, "")
     with pytest.raises(ValueError, match="queries"):
         ops.search_index(weight, bias, cell, 1, query[:, :7])
     with pytest.raises(TypeError, match="queries"):
