@@ -171,9 +171,10 @@ class FastHead:
         return bool((is_token.any(1) & (better < call.top_p - margin)).all())
 
     def check(self, scores: Tensor) -> None:
-        """Compares the first logits of a call with those that the model returned, [Q, N]. A model may
-        scale or cap its logits. If it changes their order, or, for a sample from all tokens, their
-        values, all tokens are scored; in 16 bits too, where capped values are equal more often."""
+        """Compares the first logits of a call with those that the model returned, [Q, N]. A model
+        may scale or cap its logits. If it changes their order, or, for a sample from all tokens,
+        their values, all tokens are scored; in 16 bits too, where capped values are equal more
+        often."""
         call = self._calls.get(threading.get_ident())
         if call is None or call.is_checked or call.first_logits is None:
             return
@@ -299,8 +300,8 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
       length, included.
     - Sampling without ``top_k`` (``top_k=0``) uses it on a CPU in float32, with temperature and
       ``top_p``, for a few sequences at once: as many as a 64th of the hidden width, any number from
-      a width of 1,024. A step with a sample that is not proved to be in ``top_p``, under autocast or
-      beside another call of ``generate()``, scores all tokens.
+      a width of 1,024. A step scores all tokens under autocast, beside another call of
+      ``generate()``, and if a sample is not proved to be in ``top_p``.
     - Beams, assisted and custom generation, penalties, banned and forced tokens, custom logits
       processors, compiled models, and ``output_scores`` or ``output_logits`` need the scores of
       other tokens; then all are scored, as without this call.
