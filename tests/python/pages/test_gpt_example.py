@@ -38,6 +38,7 @@ def history_of(folder):
     return json.loads((folder / "history.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_every_loss_learns_in_turns(text, tmp_path, precision, capsys):
     assert run(train, "--data", text, "--loss", "plain", "exact", "sampled", "midx", "--epochs",
