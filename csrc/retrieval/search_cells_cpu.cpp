@@ -30,25 +30,6 @@ struct RankedCell {
   }
 };
 
-VectorCode encode(const std::vector<double>& z, int8_t* code) {
-  double largest = 0;
-  for (const double x : z) {
-    largest = std::max(largest, std::abs(x));
-  }
-  VectorCode result;
-  result.scale = largest > 0x1p-1000 ? largest / 127 : 1;
-  double square = 0;
-  for (size_t d = 0; d < z.size(); ++d) {
-    const double nearest = std::nearbyint(z[d] / result.scale),
-                 error = z[d] - nearest * result.scale;
-    code[d] = int8_t(nearest);
-    result.offset += 128 * int64_t(nearest);
-    square += error * error;
-  }
-  result.residual = std::sqrt(square) * (1 + 1e-7);
-  return result;
-}
-
 // Keeps the `count` most likely cells in a heap, least likely in front.
 void keep_best(std::vector<RankedCell>& cells, int64_t count, RankedCell cell) {
   if (int64_t(cells.size()) == count) {
@@ -80,11 +61,12 @@ void BestClasses::add(int64_t k, double low, double upper, int64_t id) {
   }
 }
 
-CellReader::CellReader(const SearchIndexView& index, int64_t k, const SearchOptions& options)
-    : index_(index), k_(k), options_(options), exact_(!options.max_cells.has_value()),
-      start_(index.start.const_data_ptr<int64_t>()), order_(index.order.const_data_ptr<int64_t>()),
-      radius_(index.radius.const_data_ptr<float>()), tail_(index.tail.const_data_ptr<float>()),
-      codes_(index.codes.const_data_ptr<uint8_t>()),
+CellReader::CellReader(const SearchIndexView& index, int64_t classes, int64_t k,
+                       const SearchOptions& options)
+    : index_(index), classes_(classes), k_(k), options_(options),
+      exact_(!options.max_cells.has_value()), start_(index.start.const_data_ptr<int64_t>()),
+      order_(index.order.const_data_ptr<int64_t>()), radius_(index.radius.const_data_ptr<float>()),
+      tail_(index.tail.const_data_ptr<float>()), codes_(index.codes.const_data_ptr<uint8_t>()),
       coarse_(index.directions > 0 ? index.coarse.const_data_ptr<uint8_t>() : codes_),
       coarse_quads_(index.directions > 0 ? index.directions / 4 : index.quads) {}
 
@@ -204,7 +186,7 @@ void CellReader::place_noise(int64_t q) {
     float largest = -std::numeric_limits<float>::infinity();
     for (int64_t lane = 0; lane < kScanLanes; ++lane) {
       const int64_t id = order_[group * kScanLanes + lane];
-      if (id >= 0 && id < classes_) { // other ids are refused when they are scored
+      if (id >= 0 && id < classes_) { // others are refused when they are scored
         largest = std::max(largest, noise[id]);
       }
     }

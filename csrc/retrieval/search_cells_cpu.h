@@ -3,6 +3,7 @@
 #include "retrieval/cell_scan.h"
 #include "retrieval/search_index.h"
 #include "retrieval/search_topk.h"
+#include "retrieval/vector_code.h"
 
 #include <algorithm>
 #include <array>
@@ -26,13 +27,6 @@ struct ScoredClass {
   friend bool operator<(const ScoredClass& a, const ScoredClass& b) {
     return a.score > b.score || (a.score == b.score && a.id < b.id);
   }
-};
-
-/// The 8-bit code of a vector z: z is approximately scale x code.
-struct VectorCode {
-  double scale = 1;
-  double residual = 0; // |z - scale x code|
-  int64_t offset = 0; // contribution of the 128 in the codes of rows to a product
 };
 
 /// A query and its codes. It is searched as z 2^exponent, whose largest coordinate is in [1, 2), so
@@ -71,7 +65,8 @@ struct ScanScratch {
 /// Reads cells for waves of queries. Derived classes know the dtype of the class table.
 class CellReader {
  public:
-  CellReader(const SearchIndexView& index, int64_t k, const SearchOptions& options);
+  CellReader(const SearchIndexView& index, int64_t classes, int64_t k,
+             const SearchOptions& options);
   virtual ~CellReader() = default;
 
  protected:
@@ -89,7 +84,7 @@ class CellReader {
     return is_perturbed() && std::isfinite(noise) ? 0x1p-48 * std::abs(noise) : 0;
   }
   /// Adds noise [*, classes] to the scores: row q belongs to query q of all waves.
-  void perturb(const float* noise, int64_t classes) { noise_ = noise, classes_ = classes; }
+  void perturb(const float* noise) { noise_ = noise; }
   bool is_perturbed() const { return noise_ != nullptr; }
   int64_t wave_size() const {
     return is_perturbed()
@@ -104,7 +99,7 @@ class CellReader {
   }
 
   const SearchIndexView& index_;
-  const int64_t k_;
+  const int64_t classes_, k_;
   const SearchOptions options_;
   const bool exact_;
   int64_t first_ = 0, count_ = 0; // queries of this wave
@@ -156,7 +151,6 @@ class CellReader {
   std::vector<int8_t> query_codes_, query_coarse_;
   std::vector<float> products_, peaks_;
   const float* noise_ = nullptr;
-  int64_t classes_ = 0;
   std::vector<float> group_noise_; // [queries, groups], the largest of each group
   std::vector<uint16_t> read_; // masks of the cells of each block that were read
 };

@@ -31,8 +31,8 @@ class Search : public CellReader {
  public:
   Search(const Tensor& input, const Tensor& weight, const Tensor& bias,
          const SearchIndexView& index, int64_t k, const SearchOptions& options)
-      : CellReader(index, k, options), input_(const_data<T>(input)), weight_(const_data<T>(weight)),
-        bias_(bias.defined() ? const_data<T>(bias) : nullptr), classes_(weight.size(0)),
+      : CellReader(index, weight.size(0), k, options), input_(const_data<T>(input)),
+        weight_(const_data<T>(weight)), bias_(bias.defined() ? const_data<T>(bias) : nullptr),
         features_(weight.size(1)) {}
 
   using CellReader::perturb;
@@ -145,7 +145,7 @@ class Search : public CellReader {
   }
 
   const T *input_, *weight_, *bias_;
-  const int64_t classes_, features_;
+  const int64_t features_;
 };
 
 // noise: none, or [Q, N] to add to the scores, with a k of 1.
@@ -169,7 +169,7 @@ TopkResult search(const char* op, const Tensor& input, const Tensor& weight,
     using T = decltype(zero);
     Search<T> search(queries_in, rows, biases, view, count, options);
     if (noise.defined()) {
-      search.perturb(noise.const_data_ptr<float>(), weight.size(0));
+      search.perturb(noise.const_data_ptr<float>());
     }
     search.run(queries, data<opmath<T>>(scores), ids.mutable_data_ptr<int64_t>(),
                cells.mutable_data_ptr<int64_t>(), certified.mutable_data_ptr<bool>());

@@ -37,7 +37,6 @@ class DraftHead(nn.Module):
     def _build(self) -> SearchIndex:
         index = SearchIndex(self.lm_head.weight, self.lm_head.bias,
                             queries=self._hidden[:_CALIBRATION])
-        index.calibrate(self._hidden[:_CALIBRATION])
         budget = index.budget(self.k, self._wanted)
         assert budget is not None  # there are enough queries
         self.max_cells, self.num_cells = budget, index.num_cells

@@ -49,6 +49,8 @@ class SearchIndex:
         self.num_cells = len(self.tensors[2]) - 1
         self._queries = self.weight.new_empty(0, self.weight.shape[1])
         self._budgets: Dict[Tuple[int, float], int] = {}
+        if queries is not None:
+            self.calibrate(queries)
 
     def _is_current(self, weight: Tensor, bias: Optional[Tensor]) -> bool:
         """Returns whether this is the indexed table, unchanged. Writes that PyTorch does not count,
@@ -157,8 +159,6 @@ def build_index(loss: TableModule, queries: Optional[Tensor] = None,
     index = SearchIndex(weight, bias,
                         _sampler_codewords(loss) if codewords is None else None, codewords or 0,
                         flat)
-    if flat is not None:
-        index.calibrate(flat)
     hooks.search_indices[loss] = index
     return index
 

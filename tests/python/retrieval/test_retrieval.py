@@ -163,7 +163,7 @@ def test_bounds_of_coarse_codes_hold_for_every_row():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_an_index_for_queries_finds_the_same_faster(bias):
+def test_an_index_for_queries_has_their_directions_and_finds_the_same(bias):
     """The coarse codes are in the directions of the queries, which are those of a few clusters."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(3000, 128, generator=generator)
