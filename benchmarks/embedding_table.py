@@ -9,11 +9,13 @@ two and the last three words: 8,192 ids of a table [N, 64]. A step looks the row
 gradient of a product, and updates the table; `nn.Embedding(..., sparse=True)` throughout, except
 for AdamW, whose gradient is dense. FBGEMM's table batched embedding is a rival where the package
 fbgemm-gpu-cpu is installed: row-wise Adagrad, in its backward pass. Each step has other words.
-Tables of one N take turns; times are medians. Bytes are those of table and state, by their tensors.
-With --folder, one more table is in a file there.
+Prefetched: the step begins with `xs.tables.prefetch`. Tables of one N take turns; times are
+medians. Bytes are those of table and state, by their tensors. With --folder, one more table is in a
+file there.
 """
 
 import argparse
+import copy
 import importlib.util
 import statistics
 import tempfile
@@ -50,11 +52,19 @@ class Training:
         self.embedding = nn.Embedding(*weight.shape, sparse=sparse, _weight=weight)
         self.optimizer = make([self.embedding.weight])
         self.rows, self.batches = len(weight), [batch(len(weight)) for _ in range(64)]
-        self.steps = 0
+        self.steps, self.prefetch = 0, False
+
+    def prefetching(self) -> "Training":
+        """Returns a training of the same table that prefetches the rows of a batch."""
+        other = copy.copy(self)
+        other.prefetch, other.batches = True, [batch(self.rows) for _ in self.batches]
+        return other
 
     def step(self) -> None:
         ids = self.batches[self.steps % len(self.batches)]
         self.steps += 1
+        if self.prefetch:
+            xs.tables.prefetch(self.embedding.weight, ids)
         found = self.embedding(ids)
         found.backward(torch.full_like(found, 0.1))
         self.optimizer.step()
@@ -108,6 +118,9 @@ def ways(rows: int, folder: str | None) -> dict[str, Training | FbgemmTraining]:
             in_memory(rows, short),
             lambda p: optim.RowAdagrad(p, lr=0.01, row_wise=True, stochastic_rounding=True), True)
     }
+    if rows > 1_000_000:  # less fits in the cache
+        made["RowAdagrad, row-wise, bfloat16, prefetched"] = made[
+            "RowAdagrad, row-wise, bfloat16"].prefetching()
     if importlib.util.find_spec("fbgemm_gpu") is not None and rows <= 20_000_000:
         made["FBGEMM row-wise Adagrad, float16"] = FbgemmTraining(rows, "fp16")
         made["FBGEMM row-wise Adagrad, float32"] = FbgemmTraining(rows, "fp32")

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cpu/dtypes.h"
+#include "cpu/prefetch.h"
 #include "table/files/mapped_file.h"
 #include "cpu/row_groups.h"
 #include "optim/row_update.h"
@@ -56,10 +57,7 @@ struct RowView {
     if (data == nullptr || row < 0) {
       return;
     }
-    const char* bytes = reinterpret_cast<const char*>((*this)[row]);
-    for (int64_t b = 0; b < width * int64_t(sizeof(T)); b += 64) {
-      __builtin_prefetch(bytes + b, 1);
-    }
+    prefetch_bytes</*kWrite=*/true>((*this)[row], width * int64_t(sizeof(T)));
   }
 };
 

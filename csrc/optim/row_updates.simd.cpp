@@ -1,3 +1,4 @@
+#include "cpu/prefetch.h"
 #include "optim/row_arithmetic.h"
 #include "optim/row_updates.h"
 
@@ -47,9 +48,8 @@ constexpr ElementPosition kBegin = element_position(0);
 
 template <typename T>
 inline void prefetch_part(const T* row, int64_t begin, int64_t end) {
-  constexpr int64_t kLine = 64 / int64_t(sizeof(T));
-  for (int64_t d = begin; row != nullptr && d < end; d += kLine) {
-    __builtin_prefetch(row + d, 1);
+  if (row != nullptr) {
+    prefetch_bytes</*kWrite=*/true>(row + begin, (end - begin) * int64_t(sizeof(T)));
   }
 }
 

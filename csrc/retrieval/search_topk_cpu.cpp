@@ -191,6 +191,10 @@ PerturbedArgmax perturbed_argmax_cpu(const Tensor& input, const Tensor& weight,
                                      const OptionalTensor& bias, at::TensorList index,
                                      const Tensor& noise) {
   check_perturbed_argmax(input, weight, bias, noise);
+  if (noise.numel() > 0) { // the maximum of numbers with NaN is NaN
+    TORCH_CHECK_VALUE(!std::isnan(noise.max().item<float>()),
+                      "perturbed_argmax: expected noise without NaN, got one with NaN");
+  }
   if (use_reference()) {
     return perturbed_argmax_reference(input, weight, bias, index, noise);
   }

@@ -1,3 +1,4 @@
+#include "cpu/prefetch.h"
 #include "table/row_kernels.h"
 
 #if defined(__SSE2__)
@@ -62,17 +63,12 @@ inline int64_t rows_ahead(int64_t width) {
 }
 
 // Prefetches the beginning of a row; the hardware prefetcher takes over from there. Prefetching all
-// of a long row is slower, because the requests compete with the reads for fill buffers. Prefetches
-// into L2, which has more of them. Always inline: GCC assumes that a function that only prefetches
-// has no effect and drops its calls.
+// of a long row is slower, because the requests compete with the reads for fill buffers.
 template <typename T>
-__attribute__((always_inline)) inline void prefetch_row(const T* row, int64_t width) {
+inline void prefetch_row(const T* row, int64_t width) {
   constexpr int64_t kBeginning = 256;
-  const char* bytes = reinterpret_cast<const char*>(row);
   const int64_t size = width * int64_t(sizeof(T));
-  for (int64_t b = 0; b < (size < kBeginning ? size : kBeginning); b += 64) {
-    __builtin_prefetch(bytes + b, 0, 1);
-  }
+  prefetch_bytes</*kWrite=*/false, PrefetchInto::kFar>(row, size < kBeginning ? size : kBeginning);
 }
 
 // out[i] = <x, row[i]>, with independent accumulators so that the sums do not wait for each other.

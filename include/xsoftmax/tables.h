@@ -60,8 +60,9 @@ torch::nn::Linear linear(const torch::Tensor& weight, const torch::Tensor& bias 
 /// optimizer state are on disk. Until the next step, the files are marked as complete.
 void flush(const torch::Tensor& table);
 
-/// Starts to read rows, and their optimizer state, without waiting: those of the next step while
-/// the current step computes.
+/// Starts to read rows without waiting: from the disk, with their optimizer state, for the next
+/// step while the current one computes; or from memory into the cache, just before an embedding
+/// looks them up.
 void prefetch(const torch::Tensor& table, const torch::Tensor& rows);
 
 } // namespace xsoftmax::tables

@@ -2,6 +2,7 @@
 
 #include "op/checks.h"
 #include "cpu/memory.h"
+#include "cpu/prefetch.h"
 #include "op/optional.h"
 #include "cpu/products.h"
 #include "proposal/midx/midx_query_rows.h"
@@ -86,12 +87,12 @@ struct CheckedMidxIndex {
   /// id may be -1 (no class).
   void prefetch_cell(int64_t id) const {
     if (!by_slot) {
-      __builtin_prefetch(cell.const_data_ptr<int32_t>() + std::max<int64_t>(id, 0));
+      prefetch_line(cell.const_data_ptr<int32_t>() + std::max<int64_t>(id, 0));
     }
   }
   void prefetch_class(int64_t slot) const {
     if (!by_slot) {
-      __builtin_prefetch(tables.order + slot);
+      prefetch_line(tables.order + slot);
     }
   }
   /// Returns the cell of a class, or -1 if the class is never drawn.

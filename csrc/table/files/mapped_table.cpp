@@ -1,11 +1,15 @@
 #include "table/files/mapped_table.h"
 
+#include "cpu/prefetch.h"
 #include "op/checks.h"
 #include "op/operators.h"
 #include "table/files/mapped_file.h"
 #include "table/updates/pending_updates.h"
 
+#include <ATen/Parallel.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 namespace xsoftmax {
 namespace {
@@ -26,6 +30,21 @@ void check_prefetch(const Tensor& table, const Tensor& rows) {
   TORCH_CHECK_VALUE(table.dim() >= 1, op, ": expected a table with rows, got no dimension");
   check::int64(op, "rows", rows);
   check::same_device(op, "rows", rows, "table", table);
+}
+
+// Requests the cache lines of rows in memory. They arrive while others are requested, where a
+// gather without prefetching, such as that of nn.Embedding, waits for a row at a time.
+void prefetch_into_cache(const Tensor& table, at::IntArrayRef ids) {
+  constexpr int64_t most = 256; // then the hardware's own prefetching has noticed
+  constexpr int64_t grain_size = 1024;
+  const auto* const rows = static_cast<const char*>(table.const_data_ptr());
+  const int64_t stride = table.stride(0) * int64_t(table.itemsize()),
+                bytes = std::min(stride, most);
+  at::parallel_for(0, int64_t(ids.size()), grain_size, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      prefetch_bytes</*kWrite=*/false, PrefetchInto::kFar>(rows + ids[i] * stride, bytes);
+    }
+  });
 }
 
 } // namespace
@@ -88,10 +107,15 @@ void mapped_table_changes(const Tensor& table) { table_changes(table); }
 
 void mapped_table_prefetch(const Tensor& table, const Tensor& rows) {
   check_prefetch(table, rows);
+  if (!table.is_cpu()) {
+    return;
+  }
+  const Tensor ids = rows.contiguous();
+  check::class_ids("mapped_table_prefetch", "rows", ids, table.size(0));
   if (MappedFile::of(table) != nullptr) {
-    const Tensor ids = rows.contiguous();
-    check::class_ids("mapped_table_prefetch", "rows", ids, table.size(0));
     prefetch_rows(table, ids_of(ids));
+  } else if (table.is_contiguous()) {
+    prefetch_into_cache(table, ids_of(ids));
   }
 }
 

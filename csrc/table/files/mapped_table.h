@@ -29,8 +29,8 @@ namespace xsoftmax {
 // mapped_table_changes(Tensor table) -> (): removes the mark, before something other than the
 // library's operators writes to the table.
 //
-// mapped_table_prefetch(Tensor table, Tensor rows) -> (): starts to read rows and their optimizer
-// state without waiting. Does nothing for a table in memory.
+// mapped_table_prefetch(Tensor table, Tensor rows) -> (): starts to read rows without waiting: from
+// the disk, with their optimizer state, or from memory into the cache, without it.
 //
 // mapped_table_path(Tensor table) -> str: the path of the file; "" for a table in memory.
 

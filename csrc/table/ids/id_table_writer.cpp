@@ -1,5 +1,7 @@
 #include "table/ids/id_table_writer.h"
 
+#include "cpu/prefetch.h"
+
 #include <algorithm>
 #include <array>
 #include <numeric>
@@ -115,8 +117,8 @@ std::pair<int64_t, bool> IdTableWriter::take_row() {
 
 void IdTableWriter::prefetch_victim(int64_t place) const {
   if (place < counters_[kVictimEnd] && is_row(table_.victims[place])) {
-    __builtin_prefetch(table_.slots + table_.home_slot(table_.row_ids[table_.victims[place]]));
-    __builtin_prefetch(table_.seen + table_.victims[place]);
+    prefetch_line(table_.slots + table_.home_slot(table_.row_ids[table_.victims[place]]));
+    prefetch_line(table_.seen + table_.victims[place]);
   }
 }
 

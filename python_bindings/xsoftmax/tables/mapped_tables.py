@@ -40,9 +40,11 @@ def in_memory(num_rows: int, width: Optional[int] = None, dtype: torch.dtype = t
     of the CPU's memory, where they are supported: they make access to rows of a table of gigabytes
     faster. For an embedding::
 
-        weight = xs.tables.in_memory(100_000_000, 64, torch.bfloat16)
-        embedding = nn.Embedding(*weight.shape, sparse=True, _weight=weight)
+        table = xs.tables.in_memory(100_000_000, 64, torch.bfloat16)
+        embedding = nn.Embedding(*table.shape, sparse=True, _weight=table)
+        optimizer = xs.optim.RowAdagrad([embedding.weight], lr=0.01, row_wise=True)
 
+    ``embedding.weight`` is another parameter in the same memory, and the one that has a gradient.
     The losses of this package allocate their tables in this way.
 
     Args:
@@ -193,9 +195,13 @@ def flush(weight: Tensor) -> None:
 
 
 def prefetch(weight: Tensor, rows: Tensor) -> None:
-    """Starts to read rows and their row optimizer state from the disk, without waiting, such as
-    those of the targets of the next step during the current one. For a table in memory it does
-    nothing.
+    """Starts to read rows, without waiting.
+
+    Those of a table in a file are read from the disk, with their row optimizer state: for the
+    targets of the next step, during the current one. Those of a table in memory are read into the
+    processor's cache: call it just before ``nn.Embedding`` looks them up, which otherwise waits for
+    one row after another. The losses and row optimizers of this library do it themselves. On a GPU
+    it does nothing.
 
     Args:
         weight: the table.

@@ -183,9 +183,6 @@ def test_an_index_for_queries_has_their_directions_and_finds_the_same(bias):
     with_nan = torch.cat([query[:100], torch.full((1, 128), torch.nan)])
     for one, other in zip(aimed, ops.search_index(weight, bias, cell, 1, with_nan)):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=50)
-    damaged = [*aimed[:7], torch.full_like(aimed[7], torch.nan), *aimed[8:]]
-    with pytest.raises(ValueError, match="finite"):
-        ops.search_topk(query, weight, bias, damaged, 5, "")
     with pytest.raises(ValueError, match="queries"):
         ops.search_index(weight, bias, cell, 1, query[:, :7])
     with pytest.raises(TypeError, match="queries"):
@@ -444,6 +441,11 @@ def test_damaged_indices():
         ops.search_topk(query, weight, bias, [index[0] + 300 * (index[0] >= 0), *index[1:]], 3, "")
     with pytest.raises(ValueError, match="holds every class"):
         ops.search_topk(query, weight, bias, [torch.full_like(index[0], -1), *index[1:]], 3, "")
+    query, weight, _ = problem(4, 128, 300)
+    index = ops.search_index(weight, None, torch.zeros(300, dtype=torch.int32), 1)
+    with pytest.raises(ValueError, match="finite"):
+        ops.search_topk(query, weight, None,
+                        [*index[:7], torch.full_like(index[7], torch.nan), *index[8:]], 3, "")
 
 
 def test_opcheck():

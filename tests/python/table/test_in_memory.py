@@ -47,11 +47,13 @@ def test_an_embedding_trains_as_in_ordinary_memory(dtype):
         torch.manual_seed(0)
         weight = make()
         embedding = torch.nn.Embedding(*weight.shape, sparse=True, _weight=weight)
-        optimizer = xs.optim.RowAdagrad([weight], lr=0.1, row_wise=True)
+        begin = weight.detach().clone()
+        optimizer = xs.optim.RowAdagrad([embedding.weight], lr=0.1, row_wise=True)
         for _ in range(3):
             embedding(torch.randint(500, (40,))).float().square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+        assert 80 < (weight != begin).any(1).sum() <= 120  # the parameter shares its memory
         return embedding.weight
 
     plain = trained(

@@ -294,9 +294,11 @@ def test_prefetch(path):
     weight = made(path)
     xs.tables.prefetch(weight, torch.randint(N, (3, 50)))
     xs.tables.prefetch(weight, torch.empty(0, dtype=torch.int64))
-    xs.tables.prefetch(torch.ones(3, 4), torch.tensor([2]))
-    with pytest.raises(IndexError, match="prefetch"):
-        xs.tables.prefetch(weight, torch.tensor([N]))
+    for table in (weight, torch.ones(N, 4), torch.ones(N, 4,
+                                                       dtype=torch.bfloat16)[:, 1:], torch.ones(N)):
+        xs.tables.prefetch(table, torch.tensor([0, N - 1]))
+        with pytest.raises(IndexError, match="prefetch"):
+            xs.tables.prefetch(table, torch.tensor([N]))
     with pytest.raises(TypeError, match="int64"):
         xs.tables.prefetch(weight, torch.tensor([1.0]))
     train(weight, xs.optim.RowAdam([weight]), 1)
