@@ -194,6 +194,41 @@ uint32_t hits(int32_t* product, const int8_t* query, const uint8_t* codes, int64
   return mask;
 }
 
+VectorCode encode(int8_t* __restrict code, const double* __restrict z, int64_t n) {
+  constexpr double kRound = 0x1.8p52; // x + kRound has no fraction
+  double largest = 0;
+#pragma omp simd reduction(max : largest)
+  for (int64_t d = 0; d < n; ++d) {
+    const double x = z[d] < 0 ? -z[d] : z[d];
+    largest = x > largest ? x : largest;
+  }
+  VectorCode result;
+  result.scale = largest > 0x1p-1000 ? largest / 127 : 1;
+  const double scale = result.scale;
+  double square = 0, sum = 0;
+#pragma omp simd reduction(+ : square, sum)
+  for (int64_t d = 0; d < n; ++d) {
+    const double nearest = (z[d] / scale + kRound) - kRound, error = z[d] - nearest * scale;
+    code[d] = int8_t(int32_t(nearest));
+    sum += nearest;
+    square += error * error;
+  }
+  result.residual = __builtin_sqrt(square) * (1 + 1e-7);
+  result.offset = 128 * sum;
+  return result;
+}
+
+double bounds(double* __restrict out, const int32_t* __restrict peak, const float* __restrict tails,
+              int64_t groups, double base, double unit, double offset, double tail) {
+  double largest = -__builtin_inf();
+#pragma omp simd reduction(max : largest)
+  for (int64_t g = 0; g < groups; ++g) {
+    out[g] = base + unit * (double(peak[g]) - offset) + tail * double(tails[g]);
+    largest = out[g] > largest ? out[g] : largest;
+  }
+  return largest;
+}
+
 template <int64_t n>
 void score_some(float* out, const float* query, const float* rows, int64_t width,
                 int64_t out_stride) {
@@ -266,7 +301,8 @@ double dot(const double* query, const T* row, int64_t width) {
 
 } // namespace
 
-extern const CellScanTable cell_scan{peaks,      hits,        score,     reached, expected_hits,
-                                     dot<float>, dot<double>, dot<Bf16>, dot<F16>};
+extern const CellScanTable cell_scan{encode,      peaks,     hits,          bounds,
+                                     score,       reached,   expected_hits, dot<float>,
+                                     dot<double>, dot<Bf16>, dot<F16>};
 
 } // namespace xsoftmax::XS_ISA

@@ -148,15 +148,17 @@ void CellReader::prepare(int64_t q, ScanScratch& scratch, float* row) {
   if (!query.searched) {
     return;
   }
-  query.exponent = -std::ilogb(largest);
+  query.exponent = std::min(-std::ilogb(largest), 1000); // 2^exponent is finite
+  query.power = std::ldexp(1.0, query.exponent);
   double square = 0;
   for (int64_t d = 0; d < index_.width; ++d) {
-    wide[d] = std::scalbn(wide[d], query.exponent);
+    wide[d] *= query.power;
     row[d] = float(wide[d]);
     square += wide[d] * wide[d];
   }
   query.length = std::sqrt(square) * (1 + 1e-7);
-  query.whole = encode(wide, query_codes_.data() + q * index_.quads * 4);
+  query.whole =
+      cell_scan().encode(query_codes_.data() + q * index_.quads * 4, wide.data(), index_.width);
   if (index_.directions == 0) {
     query.coarse = query.whole;
     return;
@@ -172,7 +174,8 @@ void CellReader::prepare(int64_t q, ScanScratch& scratch, float* row) {
     of_coordinates += coordinates[i] * coordinates[i];
   }
   query.tail = std::sqrt(remaining_square(square, of_coordinates)) * (1 + 1e-7);
-  query.coarse = encode(coordinates, query_coarse_.data() + q * index_.directions);
+  query.coarse = cell_scan().encode(query_coarse_.data() + q * index_.directions,
+                                    coordinates.data(), index_.directions);
 }
 
 // Finds the largest noise of each group and cell of a query.
@@ -202,7 +205,7 @@ void CellReader::place_noise(int64_t q) {
           largest = std::max(largest, of_group[g]);
         }
       }
-      const double scaled = std::scalbn(double(largest), queries_[q].exponent);
+      const double scaled = double(largest) * queries_[q].power;
       peak[lane] = above(products(q, block)[lane] + scaled + noise_rounding(scaled));
     }
   }
@@ -428,16 +431,22 @@ void CellReader::read_groups(const Cell& cell, int64_t i, int64_t first, int64_t
   const BestClasses& best = *cell.best[i];
   std::vector<double>& bounds = scratch.bounds;
   bounds.resize(kGroups);
-  int64_t highest = 0;
-  for (int64_t g = 0; g < groups; ++g) {
-    const double noise = group_noise(q, first + g);
-    bounds[g] = cell.product[i] + coarse.unit * double(peak[g] - query.coarse.offset) +
-        coarse.error + query.tail * double(tail_[first + g]) + noise + noise_rounding(noise);
-    highest = bounds[g] > bounds[highest] ? g : highest;
+  double largest =
+      cell_scan().bounds(bounds.data(), peak, tail_ + first, groups, cell.product[i] + coarse.error,
+                         coarse.unit, query.coarse.offset, query.tail);
+  if (is_perturbed()) {
+    largest = -std::numeric_limits<double>::infinity();
+    for (int64_t g = 0; g < groups; ++g) {
+      const double noise = group_noise(q, first + g);
+      bounds[g] += noise + noise_rounding(noise);
+      largest = std::max(largest, bounds[g]);
+    }
   }
-  if (bounds[highest] < best.threshold) {
+  if (largest < best.threshold) {
     return;
   }
+  const int64_t highest = std::min<int64_t>( // a damaged index has bounds that are NaN
+      std::find(bounds.begin(), bounds.begin() + groups, largest) - bounds.begin(), groups - 1);
   read_group(cell, i, first + highest, group_noise(q, first + highest), scratch);
   for (int64_t g = 0; g < groups; ++g) {
     if (g != highest && !(bounds[g] < best.threshold)) {
@@ -453,11 +462,11 @@ void CellReader::read_group(const Cell& cell, int64_t i, int64_t group, double n
   const int64_t q = cell.query[i];
   const Cell::Scan& scan = cell.whole[i];
   BestClasses& best = *cell.best[i];
-  const int64_t offset = queries_[q].whole.offset;
+  const double offset = queries_[q].whole.offset;
   const double least = std::floor((best.threshold - noise_of_group - cell.product[i] - scan.error -
                                    noise_rounding(noise_of_group)) /
                                   scan.unit) +
-      double(offset);
+      offset;
   constexpr double lowest = std::numeric_limits<int32_t>::min(),
                    highest = std::numeric_limits<int32_t>::max();
   if (least > highest) {
@@ -475,8 +484,8 @@ void CellReader::read_group(const Cell& cell, int64_t i, int64_t group, double n
       continue;
     }
     const double noise_of_class = id < classes_ ? noise(q, id) : 0,
-                 score =
-                     cell.product[i] + scan.unit * double(product[lane] - offset) + noise_of_class,
+                 score = cell.product[i] + scan.unit * (double(product[lane]) - offset) +
+        noise_of_class,
                  error = scan.error + noise_rounding(noise_of_class);
     if (!(score + error < best.threshold)) {
       best.add(k_, score - error, score + error, id);

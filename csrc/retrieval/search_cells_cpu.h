@@ -3,7 +3,6 @@
 #include "retrieval/cell_scan.h"
 #include "retrieval/search_index.h"
 #include "retrieval/search_topk.h"
-#include "retrieval/vector_code.h"
 
 #include <algorithm>
 #include <array>
@@ -34,6 +33,7 @@ struct ScoredClass {
 struct CodedQuery {
   bool searched = false; // whether it is finite and not 0
   int exponent = 0;
+  double power = 1; // 2^exponent
   double length = 0; // |z|
   VectorCode whole;
   VectorCode coarse; // of its coordinates in the basis; without a basis, the same as `whole`
@@ -93,9 +93,7 @@ class CellReader {
   }
   /// Returns the scaled noise of a class, 0 if there is none.
   double noise(int64_t q, int64_t id) const {
-    return !is_perturbed()
-        ? 0
-        : std::scalbn(double(noise_[(first_ + q) * classes_ + id]), queries_[q].exponent);
+    return !is_perturbed() ? 0 : double(noise_[(first_ + q) * classes_ + id]) * queries_[q].power;
   }
 
   const SearchIndexView& index_;
@@ -139,9 +137,7 @@ class CellReader {
   void read_group(const Cell& cell, int64_t i, int64_t group, double noise_of_group,
                   ScanScratch& scratch);
   double group_noise(int64_t q, int64_t group) const {
-    return is_perturbed()
-        ? std::scalbn(double(group_noise_[q * index_.groups + group]), queries_[q].exponent)
-        : 0;
+    return is_perturbed() ? double(group_noise_[q * index_.groups + group]) * queries_[q].power : 0;
   }
 
   const int64_t *start_, *order_;
