@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import xsoftmax as xs
+from pictures import plot
 from records import add_json, report, table
 from study import ROOT
 from timing import interleave
@@ -124,9 +125,11 @@ def main() -> None:
     report(
         args, __doc__, question="Does a GPT reach a lower loss in the same time with samples?",
         against="F.linear + F.cross_entropy under torch.compile, fused AdamW", threads=args.threads,
-        tables=[table(rows), table([sizes]), table(advice(args))],
-        rows=[{"figure": f"GPT, {name}: validation loss", "curve": points}
-              for name, points in curves.items()])
+        tables=[table(rows), table([sizes]), table(advice(args))], plot=plot(
+            "seconds of training", "validation loss, nats per token", {
+                name: [(point["seconds"], point["loss"]) for point in points]
+                for name, points in curves.items()
+            }))
 
 
 if __name__ == "__main__":

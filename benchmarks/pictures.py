@@ -1,5 +1,10 @@
-"""The style of plots in the documentation."""
+"""The plots of the documentation. A record of benchmarks/records.py holds what its plot shows:
 
+    python benchmarks/pictures.py RECORD.json ...    # draws RECORD.svg
+"""
+
+import argparse
+import json
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
@@ -42,3 +47,42 @@ def picture(path: Path, width: float = 6.4, height: float = 3.6) -> Iterator[Fig
         yield figure
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)
+
+
+def plot(x: str, y: str, curves: dict[str, list[tuple[float, float]]], log: str = "") -> dict:
+    """Returns a plot for `report`: curves of points (x, y) by name.
+
+    Args:
+        x, y: labels of the axes.
+        log: which axes have a logarithmic scale: "", "x", "y" or "xy".
+    """
+    return {"x": x, "y": y, "log": log, "curves": curves}
+
+
+def draw(plot: dict, path: Path) -> None:
+    with picture(path, 7.2, 4.0) as figure:
+        axes = figure.subplots()
+        for number, (name, points) in enumerate(plot["curves"].items()):
+            axes.plot(*zip(*points), label=name, markersize=4,
+                      linestyle=("-", "--", ":")[number // len(COLOURS) % 3])
+        for axis, name in ((axes.xaxis, "x"), (axes.yaxis, "y")):
+            if name in plot["log"]:
+                axis._set_axes_scale("log")
+                axis.set_major_formatter("{x:g}")
+        axes.set(xlabel=plot["x"], ylabel=plot["y"])
+        axes.legend(fontsize=9, loc="best")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path, nargs="+")
+    for path in parser.parse_args().record:
+        record = json.loads(path.read_text())
+        if "plot" not in record:
+            parser.error(f"expected a record with a plot, got {path}")
+        draw(record["plot"], path.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

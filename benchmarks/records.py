@@ -89,7 +89,8 @@ def report(args: argparse.Namespace, doc: str, *, question: str, against: str, t
         question: the question that the tables answer.
         against: what xsoftmax is compared with, and its version.
         threads: the number of threads, if other processes made the runs. Default: that of this one.
-        found: additional results for programs that read the record.
+        found: additional results for programs that read the record. `plot`, made by
+            pictures.plot, is also drawn, to NAME.svg beside a record NAME.json.
     """
     if args.json:
         busy = others()
@@ -110,6 +111,10 @@ def report(args: argparse.Namespace, doc: str, *, question: str, against: str, t
         else:
             Path(args.json).parent.mkdir(parents=True, exist_ok=True)
             Path(args.json).write_text(text + "\n")
+            if "plot" in record:
+                from pictures import draw  # needs matplotlib
+
+                draw(record["plot"], Path(args.json).with_suffix(".svg"))
         return
     print_machine()
     for number, one in enumerate(tables):

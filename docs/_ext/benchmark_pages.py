@@ -123,8 +123,9 @@ def wrapped(command: str) -> str:
 
 
 def commands(record: dict) -> str:
-    """Returns a record's commands; more than two are folded into a dropdown."""
-    several = record["command"].splitlines()
+    """Returns a record's commands, that of its study first; more than two are folded into a
+    dropdown."""
+    several = [*filter(None, [record.get("study")]), *record["command"].splitlines()]
     block = "```{code-block} sh\n:class: command\n\n" + "\n".join(map(wrapped, several)) + "\n```"
     return block if len(
         several) <= 2 else f":::{{dropdown}} The {len(several)} commands\n{block}\n:::"
@@ -138,7 +139,7 @@ def shown(record: dict, columns: list[str] | None = None, tables: list[int] | No
     Args:
         columns: names of the columns to show. Default: all.
         tables: numbers of the tables to show, from 1. Default: all.
-        bare: show only the tables, without the command and the machine.
+        bare: show only the tables, without the command, the machine and the plot.
     """
     chosen = [record["tables"][number - 1] for number in tables] if tables else record["tables"]
     parts = []
@@ -146,6 +147,8 @@ def shown(record: dict, columns: list[str] | None = None, tables: list[int] | No
         machine = record["machine"]
         busy = " Other programs were running." if record["loaded"] else ""
         parts.append(commands(record))
+        if "budget" in record:
+            parts.append(f"*Shortened to {record['budget']}.*")
         parts.append(f"*Recorded {record['date']}, at commit {record['commit']}. Machine: "
                      f"{machine_name(record)}, "
                      f"of {machine['cores']} cores; torch {machine['torch']}.{busy}*")

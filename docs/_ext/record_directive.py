@@ -1,5 +1,5 @@
-"""`{record} NAME.json` shows the command, machine and tables of a record written by a script in
-benchmarks/.
+"""`{record} NAME.json` shows the command, machine, tables and plot of a record written by a script
+in benchmarks/.
 
     ```{record} stream.json
     :columns: rows of, Recall@10
@@ -12,6 +12,11 @@ from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxDirective
 
 import benchmark_pages
+
+
+def in_words(plot: dict) -> str:
+    """Returns what a plot shows, for those who cannot see it."""
+    return f"{plot['y']} against {plot['x']}, a line for each of: {', '.join(plot['curves'])}."
 
 
 class Record(SphinxDirective):
@@ -29,7 +34,11 @@ class Record(SphinxDirective):
         known = {name for one in record["tables"] for name in one["columns"]}
         if unknown := [name for name in options.get("columns", []) if name not in known]:
             raise self.error(f"expected columns of {sorted(known)}, got {unknown}")
-        return self.parse_text_to_nodes(benchmark_pages.shown(record, **options))
+        text = benchmark_pages.shown(record, **options)
+        if "plot" in record and not options["bare"] and "tables" not in options:
+            picture = Path(self.arguments[0]).with_suffix(".svg")
+            text += f"\n\n```{{image}} {picture}\n:alt: {in_words(record['plot'])}\n```\n"
+        return self.parse_text_to_nodes(text)
 
 
 def setup(app) -> dict:
