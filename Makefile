@@ -9,7 +9,9 @@
 #   make tutorials   the notebooks of docs/tutorials (5 minutes)
 #   make demo        trains a language model with sampled and with exact loss, then trains and
 #                    completes in C++ (10 minutes)
-#   make bench       benchmarks of speed, as tables (for those of quality see docs/experiments)
+#   make bench       benchmarks of speed, as tables
+#   make experiments  lists the experiments of the papers; NAME=midx_words DATA=FOLDER BUDGET=60 runs
+#                    one: data sets in FOLDER, 60 minutes on one core
 #   make lint        format and style of C++ and Python, types, spelling, links; make format mends
 #                    format
 #   make sanitize    the C++ tests under AddressSanitizer and UBSan
@@ -46,7 +48,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := build
 .PHONY: build test test-all test-python test-slow test-minutes test-cpp test-consumer exchange
 .PHONY: cpp-tests
-.PHONY: tutorials sanitize demo bench gpu cuda-check cuda-emulate cuda-emulate-brief cuda-page
+.PHONY: tutorials sanitize demo bench experiments gpu cuda-check cuda-emulate cuda-emulate-brief cuda-page
 .PHONY: lint format clean gtest python-headers
 .PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
 
@@ -283,6 +285,10 @@ bench: $(INSTALLED)
 	for script in training_step host_cost output_layer midx trees; do \
 	  echo "== $$script"; python "benchmarks/$$script.py"; \
 	done
+
+experiments: $(INSTALLED)
+	python benchmarks/experiments.py $(NAME) $(if $(DATA),--data "$(DATA)") \
+	  $(if $(BUDGET),--budget "$(BUDGET)")
 
 # --------------------------------------------------------------------------------------------- docs
 

@@ -1,5 +1,5 @@
-"""Compares classifiers of given features with many classes: the exact softmax, CANE, NCE, BlackOut,
-hierarchical softmax, and Vowpal Wabbit's trees.
+"""Compares classifiers of given features with many classes: the exact softmax, CANE, rivals that
+sample, hierarchical softmax, and Vowpal Wabbit's trees.
 
     # features written by examples/image_classes/features.py
     python benchmarks/classifiers.py --features features.pt --out out/omniglot
@@ -36,6 +36,7 @@ from torch import Tensor
 
 import xsoftmax as xs
 from extreme_data import read_delicious
+from pictures import plot
 from records import add_json, report, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
@@ -141,8 +142,14 @@ def methods(problem: Problem, seed: int = 0) -> dict[str, Callable[[], torch.nn.
                 dim, tree(), num_candidates=c, num_noises=10 - c, balance_every=every, bias=True)
     found[f"CANE 9v1, beam of {WIDE}"] = lambda: xs.BeamTreeLoss(dim, tree(), num_candidates=9,
                                                                  num_noises=1, beam=WIDE, bias=True)
+    for label, estimator in (("NCE", "nce"), ("BlackOut", "blackout"),
+                             ("negative sampling", "negative_sampling"), ("one-vs-each",
+                                                                          "one_vs_each")):
+        found[f"{label}-10"] = lambda estimator=estimator: rival(estimator)
     found |= {
-        "NCE-10": lambda: rival("nce"), "BlackOut-10": lambda: rival("blackout"),
+        "complementary sum-10": lambda: xs.
+        SampledSoftmaxLoss(dim, classes, sampler="uniform", num_samples=10, estimator=
+                           "complementary_sum", bias=True),
         "hierarchical softmax": lambda: xs.HierarchicalSoftmaxLoss(dim, tree(), bias=True)
     }
     return found
@@ -253,26 +260,6 @@ def vowpal(problem: Problem, python: str, options: str, lr: float, epochs: int, 
     return json.loads(done.stdout)
 
 
-def plot(rows: list[dict], path: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    # 20 distinguishable line styles
-    axes.set_prop_cycle(
-        plt.cycler(linestyle=["-", "--"]) * plt.cycler(color=plt.get_cmap("tab10").colors))
-    for row in rows:
-        if "curve" in row:
-            axes.plot(range(1, len(row["curve"]) + 1), row["curve"], label=row["method"])
-    axes.set(xlabel="epoch", ylabel="validation accuracy", title=title)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -348,9 +335,6 @@ def main() -> None:
                         part: [run[part] for run in several]
                         for part in ("test", "top5", "coverage") if part in found[lr]
                     })
-    if any("curve" in row for row in rows):
-        plot(rows, args.out / "accuracy.png", problem.name)
-
     sizes = ", ".join(f"{len(problem.y[split]):,} rows to {verb}"
                       for split, verb in (("train", "train"), ("valid", "validate"), ("test",
                                                                                       "test")))
@@ -374,7 +358,10 @@ def main() -> None:
             table(texts, title, [
                 "method", "learning rate", "accuracy %", "top-5 %", "coverage %", "training", "test"
             ])
-        ], problem=problem.name, rows=rows)
+        ], problem=problem.name, rows=rows, plot=plot(
+            "epoch", "validation accuracy",
+            {row["method"]: list(enumerate(row["curve"], 1))
+             for row in rows if "curve" in row}))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,11 @@ loss.
 
     # each method with its best learning rate, long runs
     python benchmarks/perplexity.py table --data ptb --out out/ptb
-    # the same for CANE and its rivals, 40 to 80 candidates
+    # the same for CANE and its rivals, 40 to 80 candidates; for learned codebooks; for numbers of
+    # codewords and samples
     python benchmarks/perplexity.py cane --data ptb --out out/ptb
+    python benchmarks/perplexity.py learnable --data ptb --out out/ptb
+    python benchmarks/perplexity.py ablation --data ptb --out out/ptb
     # perplexity against the time of a step, 20 to 2,000 classes
     python benchmarks/perplexity.py curve --data ptb --out out/ptb
     # time to come within 3 % of exact
@@ -74,6 +77,34 @@ CANE |= {
     "CANE-60, midx, unigram noise": cane("midx", 60, "--noise", "unigram", *MIDX),
 }
 
+# Learned codebooks, with 20 private samples (Chen et al., 2025, Table 5).
+LEARNABLE = {"exact": EXACT} | {
+    f"20 private {kind}": sampled(kind, "20", 0, *RANKING)
+    for kind in ("midx_pq", "midx_learnable_pq", "midx", "midx_learnable")
+}
+
+# Codewords, samples and refreshes (the same, Figures 3 and 7). A later option replaces MIDX's.
+PRIVATE = {
+    kind: ("--private",) if kind in ("uniform", "unigram") else ()
+    for kind in ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx")
+}
+ABLATION = {"exact": EXACT} | {
+    f"20 {kind}, {count} codewords": [*sampled(kind, "20", 0, *RANKING), "--codewords",
+                                      str(count)]
+    for kind in ("midx_pq", "midx")
+    for count in (8, 16, 32, 64, 128)
+} | {
+    f"{count} {kind}": sampled(kind, str(count), 0, *more, *RANKING)
+    for kind, more in PRIVATE.items()
+    for count in (5, 10, 20, 50, 100)
+} | {
+    f"20 midx, refreshed every {steps} steps": [
+        *sampled("midx", "20", 0, *RANKING), "--refresh-every",
+        str(steps)
+    ]
+    for steps in (50, 200, 1000, 10_000)
+}
+
 
 def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
     rows = []
@@ -126,10 +157,13 @@ def reach(study: Study, methods: dict[str, list[str]]) -> list[dict]:
     return rows
 
 
+TABLES = {"table": TABLE, "cane": CANE, "learnable": LEARNABLE, "ablation": ABLATION}
+
+
 def main() -> None:
     parser = make_parser(__doc__, "language_model", epochs=20, search_epochs=2)
-    parser.add_argument("study", choices=["table", "cane", "curve", "reach"],
-                        help="reach: uses --epochs and --lr for its runs")
+    parser.add_argument("study", choices=[*TABLES, "curve", "reach"], help="reach: uses --epochs "
+                        "and --lr for its runs")
     args = parse(parser)
     study = Study("language_model", args, ["--min-count", "1", "--optimizer", "adam"],
                   "test_perplexity", lambda run: run["points"][-1]["valid_perplexity"]
@@ -137,7 +171,7 @@ def main() -> None:
     if args.study == "curve":
         rows = study.curve("validation perplexity / that of the exact loss")
     else:
-        methods = chosen(parser, args, CANE if args.study == "cane" else TABLE)
+        methods = chosen(parser, args, TABLES.get(args.study, TABLE))
         rows = (reach if args.study == "reach" else table)(study, methods)
     study.show(rows, [
         "method", *map(str, args.sizes), "all", "learning rate", "step", "valid", "test",

@@ -15,7 +15,8 @@ LEARNING_RATES = {"adam": 2e-3, "sgd": 5.0, "adagrad": 0.02}
 
 NOISES = ["uniform", "unigram", "midx"]
 SAMPLERS = [
-    "unigram", "uniform", "log_uniform", "in_batch", "midx", "midx_pq", "lsh", "sphere", "rff"
+    "unigram", "uniform", "log_uniform", "in_batch", "midx", "midx_pq", "midx_learnable",
+    "midx_learnable_pq", "lsh", "sphere", "rff"
 ]
 
 
@@ -127,12 +128,12 @@ def build_sampler(args: argparse.Namespace, kind: str, counts: Tensor, dim: int,
         # At least 1, so that classes that occur only in the validation data are sampled too.
         return xs.samplers.UnigramSampler(counts.clamp(min=1), num_samples, power=0.75,
                                           shared=shared, distinct=distinct)
-    if kind in ("midx", "midx_pq"):
+    if kind.startswith("midx"):
         distinct = args.distinct if distinct is None else distinct
-        return xs.samplers.MidxSampler(num_classes, dim, num_samples,
-                                       kind="pq" if kind == "midx_pq" else "rq",
-                                       codewords=args.codewords, bias=bias, distinct=distinct,
-                                       refresh_every=args.refresh_every)
+        make = xs.samplers.LearnableMidxSampler if "learnable" in kind else xs.samplers.MidxSampler
+        return make(num_classes, dim, num_samples, kind="pq" if kind.endswith("pq") else "rq",
+                    codewords=args.codewords, bias=bias, distinct=distinct,
+                    refresh_every=args.refresh_every)
     if kind in ("lsh", "sphere", "rff"):
         return xs.samplers.make_sampler(kind, num_classes, num_samples, dim=dim, bias=bias,
                                         refresh_every=args.refresh_every)

@@ -1,0 +1,217 @@
+"""Repeats the experiments of the papers whose methods the library has.
+
+    python benchmarks/experiments.py                             # lists the studies
+    python benchmarks/experiments.py midx_words --data FOLDER    # runs one
+    make experiments NAME=midx_words DATA=FOLDER BUDGET=60
+
+A study makes records, docs/experiments/STUDY.PART.json, with their plots. The same command goes on
+after an interruption, and repeats nothing that is finished in --out. --budget scales the numbers of
+epochs, so that the study takes about so many minutes on one core; the records then say so. Data
+sets are folders of --data (see docs/experiments/data.md); a part whose data is missing is left out
+with a message.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = {
+    "ptb": "ptb", "novels": "novels", "gowalla": "gowalla", "beauty": "amazon_beauty/Beauty.txt",
+    "delicious": "delicious/delicious.arff", "omniglot": "omniglot"
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A record of a study.
+
+    Args:
+        name: the record is STUDY.name.json.
+        minutes: the time that all commands take without --budget, on one core.
+        commands: programs of the repository, the last of which writes the record with --json.
+            {ptb} and the other names of DATA are paths, {out} is a folder for this part. {e:20}
+            is a number of epochs that --budget scales, {n:20} such a whole number, at least 1.
+    """
+
+    name: str
+    minutes: float
+    commands: tuple[str, ...]
+
+    def data(self) -> list[str]:
+        return [name for name in DATA if any(f"{{{name}}}" in one for one in self.commands)]
+
+
+@dataclass(frozen=True)
+class Study:
+    source: str  # tables and figures of a paper
+    question: str
+    parts: tuple[Part, ...]
+
+    @property
+    def minutes(self) -> float:
+        return sum(part.minutes for part in self.parts)
+
+
+CANE, MIDX = "Han et al. (2018)", "Chen et al. (2025)"
+CLASSIFIERS = ("benchmarks/classifiers.py --out {out} --threads 1 --seeds 3 --epochs {n:30} "
+               "--search-epochs {n:3} ")
+WORDS = "--rates .002 .004 .008 --jobs 1 "
+SMALL = " -- --width 128 --layers 1 --dropout 0.2"
+SHORT_TEXT = " --min-count 5 --eval-epochs {e:0.05} --eval-tokens 100000"
+
+STUDIES = {
+    "cane_classes": Study(
+        f"{CANE}, Tables 1 to 3, Figure 2", "Is CANE as accurate as the softmax over all classes?",
+        (Part("delicious", 90, (CLASSIFIERS + "--delicious {delicious}",)),
+         Part("gaussians", 300,
+              (CLASSIFIERS + "--gaussians 10000 --lr 0.003 0.01 0.03 --finalists 1",)),
+         Part("omniglot", 240,
+              ("examples/image_classes/train.py --data {omniglot} --threads 1 --epochs {n:20} "
+               "--checkpoint {out}/vgg.ckpt --output {out}/vgg",
+               "examples/image_classes/features.py --checkpoint {out}/vgg.ckpt --output "
+               "{out}/features.pt", CLASSIFIERS + "--features {out}/features.pt")))),
+    "cane_words": Study(
+        f"{CANE}, section 7.2, Figure 3",
+        "Does CANE train a language model better than NCE and BlackOut with as many words?",
+        (Part("ptb", 600, ("benchmarks/perplexity.py cane --data {ptb} --out {out} --epochs {e:8} "
+                           "--search-epochs {e:1} " + WORDS + SMALL,)),
+         Part("novels", 600,
+              ("benchmarks/perplexity.py cane --data {novels} --out {out} --epochs {e:0.5} "
+               "--rates .004 --jobs 1 --only 'CANE-60, routed' 'CANE-60, half of them noises' "
+               "NCE-60 BlackOut-60" + SMALL + SHORT_TEXT,)))),
+    "midx_words": Study(
+        f"{MIDX}, Table 4, Figure 2",
+        "How close do language models trained with sampled losses come to the exact loss?",
+        (Part("ptb", 600, ("benchmarks/perplexity.py table --data {ptb} --out {out} --epochs {e:8} "
+                           "--search-epochs {e:1} " + WORDS + SMALL,)),
+         Part("transformer", 600,
+              ("benchmarks/perplexity.py table --data {ptb} --out {out} --epochs {e:8} "
+               "--search-epochs {e:1} " + WORDS + SMALL + " --model transformer",)),
+         Part("novels", 300,
+              ("benchmarks/perplexity.py table --data {novels} --out {out} --epochs {e:0.5} "
+               "--rates .004 --jobs 1 --only '20 private midx, ranking' "
+               "'20 private unigram, ranking' '512 shared unigram, head 512' "
+               "'head 64 + 64 private midx, ranking'" + SMALL + SHORT_TEXT,)))),
+    "midx_distance": Study(
+        f"{MIDX}, Tables 2 and 3, Figures 4 and 5",
+        "How far is each sampler's proposal from the softmax?",
+        (Part("untrained", 3,
+              ("benchmarks/sampler_distance.py --data {ptb} --out {out} --untrained",)),
+         Part("trained", 20,
+              ("benchmarks/sampler_distance.py --data {ptb} --out {out} --epochs {e:4}",)))),
+    "midx_learnable": Study(f"{MIDX}, Table 5", "Do learned codebooks help?", (Part(
+        "ptb", 200, ("benchmarks/perplexity.py learnable --data {ptb} --out {out} --epochs {e:8} "
+                     "--search-epochs {e:1} " + WORDS + SMALL,)),)),
+    "midx_ablation": Study(
+        f"{MIDX}, Table 1, Figures 3, 6 and 7",
+        "How do codewords, samples and refreshes change quality, and what does a sample cost?",
+        (Part("ptb", 500,
+              ("benchmarks/perplexity.py ablation --data {ptb} --out {out} --epochs {e:4} "
+               "--rates .004 --jobs 1" + SMALL,)),
+         Part("time", 10, ("benchmarks/sampling_time.py --threads 1",)))),
+    "midx_items": Study(
+        f"{MIDX}, Table 7", "How close do recommenders trained with samples come to the softmax?",
+        (Part("beauty", 400,
+              ("benchmarks/recommend.py table --data {beauty} --out {out} --epochs {e:20} "
+               "--search-epochs {e:5} --jobs 1",)),
+         Part("gowalla", 900,
+              ("benchmarks/recommend.py table --data {gowalla} --out {out} --epochs {e:20} "
+               "--search-epochs {e:5} --jobs 1 -- --unordered --eval-epochs {e:2}",)),
+         Part("gru", 400,
+              ("benchmarks/recommend.py table --data {beauty} --out {out} --epochs {e:20} "
+               "--search-epochs {e:5} --jobs 1 -- --model gru4rec",)))),
+}
+
+
+def scale_numbers(command: str, scale: float) -> str:
+    """Replaces {e:20} and {n:20} by numbers of epochs."""
+    command = re.sub(r"\{e:([\d.]+)\}", lambda found: f"{scale * float(found[1]):.3g}", command)
+    return re.sub(r"\{n:(\d+)\}", lambda found: str(max(1, round(scale * int(found[1])))), command)
+
+
+def words(command: str, scale: float, places: dict[str, str]) -> list[str]:
+    """Returns the words of a command with its placeholders replaced."""
+    given = shlex.split(scale_numbers(command, scale))
+    for name, place in places.items():
+        given = [word.replace(f"{{{name}}}", place) for word in given]
+    return given
+
+
+def run(name: str, study: Study, part: Part, args: argparse.Namespace) -> str:
+    """Makes a record. Returns what became of it."""
+    missing = [one for one in part.data() if not (args.data / DATA[one]).exists()]
+    if missing:
+        return f"left out, since {args.data} has no {', '.join(DATA[one] for one in missing)}"
+    scale = min(1.0, args.budget / study.minutes) if args.budget else 1.0
+    out = args.out / f"{name}.{part.name}"
+    out.mkdir(parents=True, exist_ok=True)
+    places = {one: str(args.data / path) for one, path in DATA.items()} | {"out": str(out)}
+    record = args.records / f"{name}.{part.name}.json"
+    for number, command in enumerate(part.commands, 1):
+        given = words(command, scale, places)
+        is_last = number == len(part.commands)
+        if not is_last and (out / f"finished.{number}").is_file():
+            continue
+        if is_last:  # before the options of the examples, which follow "--"
+            at = given.index("--") if "--" in given else len(given)
+            given[at:at] = [*shlex.split(args.more), "--json", str(record)]
+        done = subprocess.run([sys.executable, *given], cwd=ROOT)
+        if done.returncode:
+            raise SystemExit(f"{shlex.join(given)}: exit {done.returncode}")
+        if not is_last:
+            (out / f"finished.{number}").touch()
+    found = json.loads(record.read_text()) | {
+        "study": f"make experiments NAME={name}" +
+        (f" BUDGET={args.budget:g}" if args.budget else "")
+    }
+    if scale < 1:
+        found["budget"] = (f"{args.budget:g} minutes for a study of {study.minutes:g}: {scale:.2g} "
+                           "of its epochs")
+    record.write_text(json.dumps(found, indent=1) + "\n")
+    return str(record)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", choices=STUDIES, metavar="STUDY")
+    parser.add_argument("--parts", nargs="+", help="some of the study's records; default: all")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the data sets "
+                        "(default: %(default)s)")
+    parser.add_argument("--budget", type=float, help="minutes for the study, on one core")
+    parser.add_argument("--out", type=Path, default=Path("out/experiments"), help="folder of the "
+                        "runs (default: %(default)s)")
+    parser.add_argument("--records", type=Path, default=ROOT / "docs/experiments",
+                        help="folder of the records (default: docs/experiments)")
+    parser.add_argument(
+        "--more", default="", help="options for the program that writes the "
+        "record, such as --more '--rates .004 --only exact'")
+    args = parser.parse_args()
+    args.data, args.out, args.records = (path.absolute()
+                                         for path in (args.data, args.out, args.records))
+    if args.budget is not None and args.budget <= 0:
+        parser.error(f"--budget: expected minutes above 0, got {args.budget:g}")
+    if args.name is None:
+        for name, study in STUDIES.items():
+            parts = ", ".join(part.name for part in study.parts)
+            print(f"{name:<15} {study.minutes / 60:5.1f} hours  {parts}\n"
+                  f"{'':<15} {study.question}\n{'':<15} {study.source}")
+        return
+    study = STUDIES[args.name]
+    known = [part.name for part in study.parts]
+    if unknown := set(args.parts or []) - set(known):
+        parser.error(f"--parts: expected some of {', '.join(known)}, got "
+                     f"{', '.join(sorted(unknown))}")
+    for part in study.parts:
+        if not args.parts or part.name in args.parts:
+            print(f"{args.name}.{part.name}: {run(args.name, study, part, args)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

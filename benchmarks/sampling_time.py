@@ -1,0 +1,96 @@
+"""Measures the time of samplers against the number of classes: drawing, and reading the table.
+
+    python benchmarks/sampling_time.py [--classes 10000 100000 1000000] [--samples 64]
+                                       [--queries 700] [--threads 1] [--repeats 11] [--json [FILE]]
+
+Each query of width 64 has its own samples. The distances of its samplers' proposals are those of
+benchmarks/sampler_distance.py. Exact: the scores of all classes, their softmax, and
+torch.multinomial, where they fit in 4 GB. Tables are random, with clustered rows. Samplers of one
+number of classes take turns; times are medians. A refresh is that after a change of the table, as
+every --refresh-every steps of training.
+"""
+
+import argparse
+import time
+
+import torch
+
+import xsoftmax as xs
+from pictures import plot
+from records import add_json, report, table
+from timing import interleave
+
+WIDTH = 64
+KINDS = ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx")
+MOST_EXACT = 1 << 30  # scores
+
+
+def make(kind: str, classes: int, samples: int) -> xs.samplers.Sampler:
+    if kind == "uniform":
+        return xs.samplers.UniformSampler(classes, samples, shared=False)
+    if kind == "unigram":
+        counts = 1e6 / torch.arange(1, classes + 1)
+        return xs.samplers.UnigramSampler(counts, samples, shared=False)
+    if kind.startswith("midx"):
+        return xs.samplers.MidxSampler(classes, WIDTH, samples,
+                                       kind="pq" if kind == "midx_pq" else "rq")
+    return xs.samplers.make_sampler(kind, classes, samples, dim=WIDTH, bias=False)
+
+
+def measure(classes: int, args: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the seconds of a draw and of a refresh, by sampler."""
+    torch.manual_seed(0)
+    centres = torch.randn(100, WIDTH)
+    weight = (centres[torch.randint(100, (classes,))] + 0.5 * torch.randn(classes, WIDTH)) / 8
+    queries = torch.randn(args.queries, WIDTH)
+    samplers = {kind: make(kind, classes, args.samples) for kind in KINDS}
+    refreshes = {}
+    for kind, sampler in samplers.items():
+        sampler.refresh(weight)
+        begin = time.perf_counter()
+        sampler.refresh(weight)
+        refreshes[kind] = time.perf_counter() - begin
+    draws = {
+        kind: lambda sampler=sampler: sampler.sample(queries)
+        for kind, sampler in samplers.items()
+    }
+    if classes * args.queries <= MOST_EXACT:
+        draws["exact"] = lambda: torch.multinomial(
+            (queries @ weight.T).softmax(1), args.samples, replacement=True)
+    with torch.no_grad():
+        return interleave(draws, args.repeats, 2), refreshes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--classes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--queries", type=int, default=700)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=11)
+    add_json(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    found = {classes: measure(classes, args) for classes in args.classes}
+    names = [*KINDS, "exact"]
+    rows = [{"sampler": name} | {
+        f"{classes:,} classes": f"{1e3 * draws[name]:.2f} ms"
+        for classes, (draws, _) in found.items() if name in draws
+    } | {
+        f"refresh, {classes:,}": f"{1e3 * refreshes[name]:.1f} ms"
+        for classes, (_, refreshes) in found.items() if name in refreshes
+    } for name in names]
+    curves = {
+        name: [(classes, 1e3 * draws[name])
+               for classes, (draws, _) in found.items() if name in draws]
+        for name in names
+    }
+    report(args, __doc__, question="What does a sample cost, by sampler and number of classes?",
+           against="sampling from the softmax of all classes, torch.multinomial",
+           tables=[table(rows, f"{args.queries} queries, {args.samples} samples each")],
+           plot=plot("classes", "milliseconds of a draw", curves, log="xy"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""benchmarks/experiments.py: each study runs with a budget of seconds, on texts and tables that the
+tests write."""
+
+import importlib
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from documents import ROOT
+
+DOCS = ROOT / "docs/experiments"
+
+
+@pytest.fixture
+def experiments(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("experiments")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder, chance = tmp_path_factory.mktemp("data"), random.Random(0)
+    words = ["".join(letters) for letters in itertools.product("abcdefghijk", repeat=3)]
+
+    def text(count):
+        lines = [" ".join(chance.choices(words, k=20)) for _ in range(count)]
+        return "\n".join(lines) + "\n"
+
+    (folder / "ptb").mkdir()
+    for split, count in (("train", 200), ("valid", 50), ("test", 50)):
+        (folder / f"ptb/ptb.{split}.txt").write_text(text(count))
+    (folder / "novels").mkdir()
+    for number in range(20):
+        (folder / f"novels/{number}.txt").write_text(text(60))
+    (folder / "amazon_beauty").mkdir()
+    users = [
+        f"{user} " + " ".join(map(str, chance.sample(range(1, 400), 8))) for user in range(200)
+    ]
+    (folder / "amazon_beauty/Beauty.txt").write_text("\n".join(users) + "\n")
+    return folder
+
+
+def run(data, tmp_path, *arguments):
+    return subprocess.run([
+        sys.executable,
+        str(ROOT / "benchmarks/experiments.py"), *arguments, "--data",
+        str(data), "--out",
+        str(tmp_path / "out"), "--records",
+        str(tmp_path)
+    ], capture_output=True, text=True)
+
+
+LANGUAGE = "--rates .004 --only "
+CASES = {
+    "cane_classes.gaussians": "--gaussians 60 --lr .01 --seeds 1 --only softmax 'CANE 5v5'",
+    "cane_words.ptb": LANGUAGE + "'CANE-40, half of them noises'", "cane_words.novels": LANGUAGE +
+    "NCE-60", "midx_words.ptb": LANGUAGE + "'20 private midx, ranking'",
+    "midx_words.transformer": LANGUAGE + "'20 private rff, ranking'",
+    "midx_words.novels": LANGUAGE + "'20 private unigram, ranking'",
+    "midx_distance.untrained": "--draws 2", "midx_distance.trained": "--draws 2",
+    "midx_learnable.ptb": LANGUAGE + "'20 private midx_learnable'",
+    "midx_ablation.ptb": LANGUAGE + "'20 midx, 8 codewords' '5 lsh'",
+    "midx_ablation.time": "--classes 500 --repeats 1 --queries 20",
+    "midx_items.beauty": "--rates .004 --only '64 private midx_pq'",
+    "midx_items.gru": "--rates .004 --only '64 private midx'"
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("record", CASES)
+def test_a_study_makes_its_record(record, data, tmp_path, experiments):
+    name, _, part = record.partition(".")
+    done = run(data, tmp_path, name, "--parts", part, "--budget", "0.1", "--more", CASES[record])
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / f"{record}.json").read_text())
+    assert found["study"] == f"make experiments NAME={name} BUDGET=0.1"
+    assert found["budget"].startswith(f"0.1 minutes for a study of "
+                                      f"{experiments.STUDIES[name].minutes:g}: ")
+    rows = [row for one in found["tables"] for row in one["rows"]]
+    assert len(rows) >= 2 and not any("unfinished" in row for row in rows)
+    if "plot" in found:
+        assert (tmp_path / f"{record}.svg").read_text().startswith("<?xml")
+
+
+def test_every_part_has_a_case_or_needs_data_that_the_tests_do_not_write(experiments):
+    parts = {
+        f"{name}.{part.name}"
+        for name, study in experiments.STUDIES.items()
+        for part in study.parts if not {"delicious", "omniglot", "gowalla"} & set(part.data())
+    }
+    assert parts == set(CASES)
+
+
+def test_missing_data_is_named(tmp_path):
+    done = run(tmp_path / "nowhere", tmp_path, "midx_items")
+    assert done.returncode == 0
+    assert done.stdout.count("left out, since") == 3 and "amazon_beauty/Beauty.txt" in done.stdout
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_studies_are_listed_and_wrong_names_refused(experiments, tmp_path):
+    listed = run(tmp_path, tmp_path).stdout
+    assert all(re.search(rf"^{name} +[\d.]+ hours", listed, re.M) for name in experiments.STUDIES)
+    assert "invalid choice" in run(tmp_path, tmp_path, "midx").stderr
+    assert "--parts: expected some of beauty, gowalla, gru, got x" in run(
+        tmp_path, tmp_path, "midx_items", "--parts", "x").stderr
+    assert "--budget: expected minutes above 0" in run(tmp_path, tmp_path, "midx_items", "--budget",
+                                                       "0").stderr
+
+
+def test_numbers_are_scaled(experiments):
+    words = experiments.words("train.py --epochs {e:20} --search {n:3} --rows {n:300} '{out} a'",
+                              0.01, {"out": "here"})
+    assert words == "train.py --epochs 0.2 --search 1 --rows 3".split() + ["here a"]
+
+
+def test_the_split_of_novels_is_listed(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    split_files = importlib.import_module("examples.language_model.data").split_files
+    listed = [line.split() for line in (DOCS / "novels.txt").read_text().splitlines()]
+    root = Path("novels")
+    found = split_files([root / name for _, name in listed], root, 20)
+    assert {(split, file.name)
+            for split, files in found.items()
+            for file in files} == {tuple(line)
+                                   for line in listed}
