@@ -4,13 +4,13 @@
                                           [--samples 20] [--threads 1] [--json [FILE]]
 
 The model is trained with the exact loss by examples/language_model, or has random weights
-(--untrained); its queries are those of the first batches of the validation text. KL is KL(q || p)
-of proposal q and softmax p. Its bound, after Chen et al. (2025), Theorems 3 to 5, is the range of
+(--untrained); its queries are those of the first batch of the validation text. KL is KL(q || p) of
+proposal q and softmax p. Its bound, after Chen et al. (2025), Theorems 3 to 5, is the range of
 s - log q over the classes with scores s: 2 max |s| bounds the range of uniform samples, and the
-residual scores that of MIDX. The gradient's bias has the bound sqrt((d - 1) / (M + 1)) with d = E_p[p / q]
-and M samples, in units of the largest gradient of a score (Theorem 6). Both bounds are means over
-queries; bias and noise are relative to the exact gradient. The plot shows the samples of each
-proposal by frequency.
+residual scores that of MIDX. The gradient's bias has the bound sqrt((d - 1) / (M + 1)) with
+d = E_p[p / q] and M samples, in units of the largest gradient of a score (Theorem 6). Both bounds
+are means over queries; bias and noise are relative to the exact gradient. The plot shows the
+samples of each proposal by frequency.
 """
 
 import argparse
