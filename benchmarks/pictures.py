@@ -14,6 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 # Colours and greys that are visible on white and on black; the background is transparent.
 COLOURS = ("#d9822b", "#3f8fd0", "#4aa564", "#b565c4", "#8a8a8a", "#d05f5f")
@@ -60,17 +61,18 @@ def plot(x: str, y: str, curves: dict[str, list[tuple[float, float]]], log: str 
 
 
 def draw(plot: dict, path: Path) -> None:
-    with picture(path, 7.2, 4.0) as figure:
+    with picture(path, 8.4, 4.0) as figure:
         axes = figure.subplots()
         for number, (name, points) in enumerate(plot["curves"].items()):
             axes.plot(*zip(*points), label=name, markersize=4,
                       linestyle=("-", "--", ":")[number // len(COLOURS) % 3])
-        for axis, name in ((axes.xaxis, "x"), (axes.yaxis, "y")):
+        for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
             if name in plot["log"]:
-                axis._set_axes_scale("log")
-                axis.set_major_formatter("{x:g}")
+                axes.set(**{f"{name}scale": "log"})
+                axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+                axis.set_minor_formatter(NullFormatter())
         axes.set(xlabel=plot["x"], ylabel=plot["y"])
-        axes.legend(fontsize=9, loc="best")
+        figure.legend(fontsize=9, loc="outside right upper")
 
 
 def main() -> None:
