@@ -36,8 +36,7 @@ from torch import Tensor
 
 import xsoftmax as xs
 from extreme_data import read_delicious
-from pictures import plot
-from records import add_json, report, table
+from records import add_json, plot, report, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 
@@ -130,9 +129,10 @@ def methods(problem: Problem, seed: int = 0) -> dict[str, Callable[[], torch.nn.
                                          generator=torch.Generator().manual_seed(seed))
 
     def rival(estimator: str) -> xs.SampledSoftmaxLoss:
-        return xs.SampledSoftmaxLoss(
-            dim, classes, sampler=xs.samplers.UnigramSampler(counts, 10, power=1.0, shared=False),
-            estimator=estimator, bias=True)
+        sampler = "uniform" if estimator == "complementary_sum" else xs.samplers.UnigramSampler(
+            counts, 10, power=1.0, shared=False)
+        return xs.SampledSoftmaxLoss(dim, classes, sampler=sampler, estimator=estimator, bias=True,
+                                     num_samples=10 if sampler == "uniform" else None)
 
     found = {"softmax": lambda: xs.LinearCrossEntropyLoss(dim, classes, bias=True)}
     for candidates in (1, 5, 9):
@@ -142,16 +142,10 @@ def methods(problem: Problem, seed: int = 0) -> dict[str, Callable[[], torch.nn.
                 dim, tree(), num_candidates=c, num_noises=10 - c, balance_every=every, bias=True)
     found[f"CANE 9v1, beam of {WIDE}"] = lambda: xs.BeamTreeLoss(dim, tree(), num_candidates=9,
                                                                  num_noises=1, beam=WIDE, bias=True)
-    for label, estimator in (("NCE", "nce"), ("BlackOut", "blackout"),
-                             ("negative sampling", "negative_sampling"), ("one-vs-each",
-                                                                          "one_vs_each")):
+    for label in ("NCE", "BlackOut", "negative sampling", "one-vs-each", "complementary sum"):
+        estimator = label.lower().replace(" ", "_").replace("-", "_")
         found[f"{label}-10"] = lambda estimator=estimator: rival(estimator)
-    found |= {
-        "complementary sum-10": lambda: xs.
-        SampledSoftmaxLoss(dim, classes, sampler="uniform", num_samples=10, estimator=
-                           "complementary_sum", bias=True),
-        "hierarchical softmax": lambda: xs.HierarchicalSoftmaxLoss(dim, tree(), bias=True)
-    }
+    found["hierarchical softmax"] = lambda: xs.HierarchicalSoftmaxLoss(dim, tree(), bias=True)
     return found
 
 
@@ -350,6 +344,7 @@ def main() -> None:
             "training": f"{row['train_seconds']:.1f} s", "test": f"{row['test_seconds']:.2f} s"
         } for row in rows
     ]
+    curves = {row["method"]: list(enumerate(row["curve"], 1)) for row in rows if "curve" in row}
     title = f"{problem.name}: {problem.classes:,} classes, D {problem.x['train'].shape[1]}, {sizes}"
     report(
         args, __doc__, question="How good are classifiers whose cost does not grow with the "
@@ -358,10 +353,8 @@ def main() -> None:
             table(texts, title, [
                 "method", "learning rate", "accuracy %", "top-5 %", "coverage %", "training", "test"
             ])
-        ], problem=problem.name, rows=rows, plot=plot(
-            "epoch", "validation accuracy",
-            {row["method"]: list(enumerate(row["curve"], 1))
-             for row in rows if "curve" in row}))
+        ], problem=problem.name, rows=rows,
+        **({"plot": plot("epoch", "validation accuracy", curves)} if curves else {}))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Study:
 CANE, MIDX = "Han et al. (2018)", "Chen et al. (2025)"
 CLASSIFIERS = ("benchmarks/classifiers.py --out {out} --threads 1 --seeds 3 --epochs {n:30} "
                "--search-epochs {n:3} ")
-WORDS = "--rates .002 .004 .008 --jobs 1 "
+WORDS = "--jobs 1 "
 SMALL = " -- --width 128 --layers 1 --dropout 0.2"
 SHORT_TEXT = " --min-count 5 --eval-epochs {e:0.05} --eval-tokens 100000"
 
@@ -143,12 +143,14 @@ def words(command: str, scale: float, places: dict[str, str]) -> list[str]:
     return given
 
 
-def run(name: str, study: Study, part: Part, args: argparse.Namespace) -> str:
-    """Makes a record. Returns what became of it."""
-    missing = [one for one in part.data() if not (args.data / DATA[one]).exists()]
-    if missing:
-        return f"left out, since {args.data} has no {', '.join(DATA[one] for one in missing)}"
-    scale = min(1.0, args.budget / study.minutes) if args.budget else 1.0
+def missing(part: Part, data: Path) -> list[str]:
+    return [DATA[one] for one in part.data() if not (data / DATA[one]).exists()]
+
+
+def run(name: str, part: Part, scale: float, args: argparse.Namespace) -> str:
+    """Makes a record with a fraction of the epochs. Returns what became of it."""
+    if absent := missing(part, args.data):
+        return f"left out, since {args.data} has no {', '.join(absent)}"
     out = args.out / f"{name}.{part.name}"
     out.mkdir(parents=True, exist_ok=True)
     places = {one: str(args.data / path) for one, path in DATA.items()} | {"out": str(out)}
@@ -156,7 +158,8 @@ def run(name: str, study: Study, part: Part, args: argparse.Namespace) -> str:
     for number, command in enumerate(part.commands, 1):
         given = words(command, scale, places)
         is_last = number == len(part.commands)
-        if not is_last and (out / f"finished.{number}").is_file():
+        marker = out / f"finished.{number}"
+        if not is_last and marker.is_file() and marker.read_text() == shlex.join(given):
             continue
         if is_last:  # before the options of the examples, which follow "--"
             at = given.index("--") if "--" in given else len(given)
@@ -165,14 +168,15 @@ def run(name: str, study: Study, part: Part, args: argparse.Namespace) -> str:
         if done.returncode:
             raise SystemExit(f"{shlex.join(given)}: exit {done.returncode}")
         if not is_last:
-            (out / f"finished.{number}").touch()
-    found = json.loads(record.read_text()) | {
-        "study": f"make experiments NAME={name}" +
-        (f" BUDGET={args.budget:g}" if args.budget else "")
-    }
-    if scale < 1:
-        found["budget"] = (f"{args.budget:g} minutes for a study of {study.minutes:g}: {scale:.2g} "
-                           "of its epochs")
+            marker.write_text(shlex.join(given))
+    found = json.loads(record.read_text())
+    if not args.more:
+        found["study"] = " ".join([
+            f"make experiments NAME={name}", *(["DATA=FOLDER"] if part.data() else []),
+            *([f"BUDGET={args.budget:g}"] if args.budget else [])
+        ])
+    if scale < 1 and any("{e:" in one or "{n:" in one for one in part.commands):
+        found["budget"] = f"{args.budget:g} minutes: {scale:.2g} of the study's epochs"
     record.write_text(json.dumps(found, indent=1) + "\n")
     return str(record)
 
@@ -208,9 +212,11 @@ def main() -> None:
     if unknown := set(args.parts or []) - set(known):
         parser.error(f"--parts: expected some of {', '.join(known)}, got "
                      f"{', '.join(sorted(unknown))}")
-    for part in study.parts:
-        if not args.parts or part.name in args.parts:
-            print(f"{args.name}.{part.name}: {run(args.name, study, part, args)}", flush=True)
+    parts = [part for part in study.parts if not args.parts or part.name in args.parts]
+    minutes = sum(part.minutes for part in parts if not missing(part, args.data))
+    scale = min(1.0, args.budget / max(minutes, args.budget)) if args.budget else 1.0
+    for part in parts:
+        print(f"{args.name}.{part.name}: {run(args.name, part, scale, args)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 
 import xsoftmax as xs
-from pictures import plot
-from records import add_json, report, table
+from records import add_json, plot, report, table
 from study import ROOT
 from timing import interleave
 

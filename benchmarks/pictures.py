@@ -50,16 +50,6 @@ def picture(path: Path, width: float = 6.4, height: float = 3.6) -> Iterator[Fig
         plt.close(figure)
 
 
-def plot(x: str, y: str, curves: dict[str, list[tuple[float, float]]], log: str = "") -> dict:
-    """Returns a plot for `report`: curves of points (x, y) by name.
-
-    Args:
-        x, y: labels of the axes.
-        log: which axes have a logarithmic scale: "", "x", "y" or "xy".
-    """
-    return {"x": x, "y": y, "log": log, "curves": curves}
-
-
 def draw(plot: dict, path: Path) -> None:
     with picture(path, 8.4, 4.0) as figure:
         axes = figure.subplots()
@@ -69,8 +59,12 @@ def draw(plot: dict, path: Path) -> None:
         for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
             if name in plot["log"]:
                 axes.set(**{f"{name}scale": "log"})
-                axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-                axis.set_minor_formatter(NullFormatter())
+                axis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+                low, high = axis.get_view_interval()
+                if high > 10 * low:  # enough labels without those between the powers
+                    axis.set_minor_formatter(NullFormatter())
+                else:
+                    axis.set_minor_formatter(StrMethodFormatter("{x:,.10g}"))
         axes.set(xlabel=plot["x"], ylabel=plot["y"])
         figure.legend(fontsize=9, loc="outside right upper")
 

@@ -74,6 +74,16 @@ def table(rows: list[dict], title: str = "", columns: list[str] | None = None) -
     }
 
 
+def plot(x: str, y: str, curves: dict[str, list[tuple[float, float]]], log: str = "") -> dict:
+    """Returns a plot for `report`: curves of points (x, y) by name.
+
+    Args:
+        x, y: labels of the axes.
+        log: which axes have a logarithmic scale: "", "x", "y" or "xy".
+    """
+    return {"x": x, "y": y, "log": log, "curves": curves}
+
+
 def figures_table(figures: list[dict], title: str = "") -> dict:
     """Builds a table of `figure`, `value` and, if there are any, `medians`."""
     return table(figure_rows(figures), title)
@@ -90,7 +100,7 @@ def report(args: argparse.Namespace, doc: str, *, question: str, against: str, t
         against: what xsoftmax is compared with, and its version.
         threads: the number of threads, if other processes made the runs. Default: that of this one.
         found: additional results for programs that read the record. `plot`, made by
-            pictures.plot, is also drawn, to NAME.svg beside a record NAME.json.
+            the function of that name, is also drawn, to NAME.svg beside a record NAME.json.
     """
     if args.json:
         busy = others()

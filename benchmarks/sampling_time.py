@@ -3,11 +3,11 @@
     python benchmarks/sampling_time.py [--classes 10000 100000 1000000] [--samples 64]
                                        [--queries 700] [--threads 1] [--repeats 11] [--json [FILE]]
 
-Each query of width 64 has its own samples. The distances of its samplers' proposals are those of
-benchmarks/sampler_distance.py. Exact: the scores of all classes, their softmax, and
-torch.multinomial, where they fit in 4 GB. Tables are random, with clustered rows. Samplers of one
-number of classes take turns; times are medians. A refresh is that after a change of the table, as
-every --refresh-every steps of training.
+Each query of width 64 has its own samples. Exact: the scores of all classes, their softmax, and
+torch.multinomial, for at most 2^30 scores. Tables are random, with clustered rows. Samplers of one
+number of classes take turns; times are medians. A refresh, which training does every
+--refresh-every steps, follows a change of all rows; its time is that of one call.
+benchmarks/sampler_distance.py measures how far these proposals are from the softmax.
 """
 
 import argparse
@@ -16,8 +16,7 @@ import time
 import torch
 
 import xsoftmax as xs
-from pictures import plot
-from records import add_json, report, table
+from records import add_json, plot, report, table
 from timing import interleave
 
 WIDTH = 64
@@ -47,6 +46,7 @@ def measure(classes: int, args: argparse.Namespace) -> tuple[dict[str, float], d
     refreshes = {}
     for kind, sampler in samplers.items():
         sampler.refresh(weight)
+        weight += 0.01 * torch.randn_like(weight)
         begin = time.perf_counter()
         sampler.refresh(weight)
         refreshes[kind] = time.perf_counter() - begin

@@ -18,12 +18,19 @@ __attribute__((always_inline)) inline void prefetch_line(const void* data) {
   asm volatile("");
 }
 
-/// Prefetches the cache lines of `bytes` bytes.
+constexpr int64_t kCacheLine = 64;
+/// Bytes of a row that are worth a request: the hardware prefetches what follows, and requests for
+/// all of a long row would compete with its reads.
+constexpr int64_t kRowBeginning = 256;
+
+/// Prefetches the cache lines that hold `bytes` bytes.
 template <bool kWrite = false, PrefetchInto kInto = PrefetchInto::kNear>
 __attribute__((always_inline)) inline void prefetch_bytes(const void* data, int64_t bytes) {
-  constexpr int64_t kLine = 64;
-  for (int64_t b = 0; b < bytes; b += kLine) {
-    __builtin_prefetch(static_cast<const char*>(data) + b, kWrite, int(kInto));
+  const char* line = static_cast<const char*>(data);
+  const char* const end = line + bytes;
+  line -= reinterpret_cast<uintptr_t>(line) % kCacheLine;
+  for (; line < end; line += kCacheLine) {
+    __builtin_prefetch(line, kWrite, int(kInto));
   }
   asm volatile("");
 }

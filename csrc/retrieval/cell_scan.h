@@ -30,7 +30,8 @@ struct CellScanTable {
   /// product is at least the threshold.
   uint32_t (*hits)(int32_t* product, const int8_t* query, const uint8_t* codes, int64_t quads,
                    int32_t threshold);
-  /// out[group] = base + unit * (peak[group] - offset) + tail * tails[group]. Returns the largest.
+  /// out[group] = base + unit * (peak[group] - offset) + tail * tails[group]. Returns the
+  /// largest, infinity if one is NaN.
   double (*bounds)(double* out, const int32_t* peak, const float* tails, int64_t groups,
                    double base, double unit, double offset, double tail);
   /// out[block, query, lane] = sum_d query[query, d] * rows[block, d, lane], with 16 rows per

@@ -221,12 +221,15 @@ VectorCode encode(int8_t* __restrict code, const double* __restrict z, int64_t n
 double bounds(double* __restrict out, const int32_t* __restrict peak, const float* __restrict tails,
               int64_t groups, double base, double unit, double offset, double tail) {
   double largest = -__builtin_inf();
-#pragma omp simd reduction(max : largest)
+  int any_nan = 0;
+#pragma omp simd reduction(max : largest) reduction(| : any_nan)
   for (int64_t g = 0; g < groups; ++g) {
-    out[g] = base + unit * (double(peak[g]) - offset) + tail * double(tails[g]);
-    largest = out[g] > largest ? out[g] : largest;
+    const double bound = base + unit * (double(peak[g]) - offset) + tail * double(tails[g]);
+    out[g] = bound;
+    largest = bound > largest ? bound : largest;
+    any_nan |= bound != bound;
   }
-  return largest;
+  return any_nan ? __builtin_inf() : largest;
 }
 
 template <int64_t n>

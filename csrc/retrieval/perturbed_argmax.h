@@ -11,7 +11,8 @@ namespace xsoftmax {
 // perturbed_argmax(input [Q, D], weight [N, D], bias [N] or none, index, noise float32 [Q, N]) ->
 // (ids int64 [Q], cells_read int64 [Q], certified bool [Q]): finds the class with the largest z.w +
 // b + noise, with an index that search_index built from the same table. With Gumbel noise that
-// class is a sample of the softmax. Infinite noise forces or forbids a class; NaN is refused.
+// class is a sample of the softmax. Infinite noise forces or forbids a class; NaN is
+// refused on the CPU, and not looked for elsewhere.
 //
 // Searches as search_topk does with k = 1. A cell is skipped if its bound plus the largest noise of
 // its classes is too small. Sums are in float64; of equal sums the lower id wins. Not

@@ -148,11 +148,12 @@ void CellReader::prepare(int64_t q, ScanScratch& scratch, float* row) {
   if (!query.searched) {
     return;
   }
-  query.exponent = std::min(-std::ilogb(largest), 1000); // 2^exponent is finite
-  query.power = std::ldexp(1.0, query.exponent);
+  query.exponent = -std::ilogb(largest);
+  query.factors[0] = std::ldexp(1.0, query.exponent / 2);
+  query.factors[1] = std::ldexp(1.0, query.exponent - query.exponent / 2);
   double square = 0;
   for (int64_t d = 0; d < index_.width; ++d) {
-    wide[d] *= query.power;
+    wide[d] = query.scaled(wide[d]);
     row[d] = float(wide[d]);
     square += wide[d] * wide[d];
   }
@@ -205,7 +206,7 @@ void CellReader::place_noise(int64_t q) {
           largest = std::max(largest, of_group[g]);
         }
       }
-      const double scaled = double(largest) * queries_[q].power;
+      const double scaled = queries_[q].scaled(largest);
       peak[lane] = above(products(q, block)[lane] + scaled + noise_rounding(scaled));
     }
   }
@@ -435,18 +436,18 @@ void CellReader::read_groups(const Cell& cell, int64_t i, int64_t first, int64_t
       cell_scan().bounds(bounds.data(), peak, tail_ + first, groups, cell.product[i] + coarse.error,
                          coarse.unit, query.coarse.offset, query.tail);
   if (is_perturbed()) {
-    largest = -std::numeric_limits<double>::infinity();
+    largest = -HUGE_VAL;
     for (int64_t g = 0; g < groups; ++g) {
       const double noise = group_noise(q, first + g);
       bounds[g] += noise + noise_rounding(noise);
-      largest = std::max(largest, bounds[g]);
+      largest = std::isnan(bounds[g]) ? HUGE_VAL : std::max(largest, bounds[g]);
     }
   }
   if (largest < best.threshold) {
     return;
   }
-  const int64_t highest = std::min<int64_t>( // a damaged index has bounds that are NaN
-      std::find(bounds.begin(), bounds.begin() + groups, largest) - bounds.begin(), groups - 1);
+  const auto at = std::find(bounds.begin(), bounds.begin() + groups, largest);
+  const int64_t highest = (at - bounds.begin()) % groups; // 0 if a bound of a damaged index is NaN
   read_group(cell, i, first + highest, group_noise(q, first + highest), scratch);
   for (int64_t g = 0; g < groups; ++g) {
     if (g != highest && !(bounds[g] < best.threshold)) {

@@ -33,11 +33,13 @@ struct ScoredClass {
 struct CodedQuery {
   bool searched = false; // whether it is finite and not 0
   int exponent = 0;
-  double power = 1; // 2^exponent
+  double factors[2] = {1, 1}; // their product is 2^exponent, which need not be a normal number
   double length = 0; // |z|
   VectorCode whole;
   VectorCode coarse; // of its coordinates in the basis; without a basis, the same as `whole`
   double tail = 0; // length of the component of z outside the basis
+
+  double scaled(double x) const { return x * factors[0] * factors[1]; } // x 2^exponent
 };
 
 /// Candidates and results of a query. Every class that was read and is not in one of the lists is
@@ -93,7 +95,7 @@ class CellReader {
   }
   /// Returns the scaled noise of a class, 0 if there is none.
   double noise(int64_t q, int64_t id) const {
-    return !is_perturbed() ? 0 : double(noise_[(first_ + q) * classes_ + id]) * queries_[q].power;
+    return !is_perturbed() ? 0 : queries_[q].scaled(noise_[(first_ + q) * classes_ + id]);
   }
 
   const SearchIndexView& index_;
@@ -137,7 +139,7 @@ class CellReader {
   void read_group(const Cell& cell, int64_t i, int64_t group, double noise_of_group,
                   ScanScratch& scratch);
   double group_noise(int64_t q, int64_t group) const {
-    return is_perturbed() ? double(group_noise_[q * index_.groups + group]) * queries_[q].power : 0;
+    return is_perturbed() ? queries_[q].scaled(group_noise_[q * index_.groups + group]) : 0;
   }
 
   const int64_t *start_, *order_;

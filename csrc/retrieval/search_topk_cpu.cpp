@@ -72,7 +72,7 @@ class Search : public CellReader {
                   [&](const BestClasses::Candidate& one) { return one.upper < found.threshold; });
     widen(q, scratch.wide);
     for (double& z : scratch.wide) {
-      z *= queries_[q].power;
+      z = queries_[q].scaled(z);
     }
     for (const BestClasses::Candidate& one : found.candidates) {
       TORCH_CHECK_INDEX(one.id < classes_, kOp, ": expected classes in [-1, ", classes_,
@@ -86,7 +86,7 @@ class Search : public CellReader {
       if (bias_ != nullptr) {
         opmath<T> bias;
         row_kernels().of(bias_).widen_row(&bias, bias_ + one.id, 1);
-        score += double(bias) * queries_[q].power;
+        score += queries_[q].scaled(bias);
       }
       found.scored.push_back({score + noise(q, one.id), one.id});
     }

@@ -62,13 +62,11 @@ inline int64_t rows_ahead(int64_t width) {
   return rows < 8 ? 8 : rows > 32 ? 32 : rows;
 }
 
-// Prefetches the beginning of a row; the hardware prefetcher takes over from there. Prefetching all
-// of a long row is slower, because the requests compete with the reads for fill buffers.
 template <typename T>
 inline void prefetch_row(const T* row, int64_t width) {
-  constexpr int64_t kBeginning = 256;
   const int64_t size = width * int64_t(sizeof(T));
-  prefetch_bytes</*kWrite=*/false, PrefetchInto::kFar>(row, size < kBeginning ? size : kBeginning);
+  prefetch_bytes</*kWrite=*/false, PrefetchInto::kFar>(row,
+                                                       size < kRowBeginning ? size : kRowBeginning);
 }
 
 // out[i] = <x, row[i]>, with independent accumulators so that the sums do not wait for each other.

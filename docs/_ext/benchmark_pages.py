@@ -139,7 +139,7 @@ def shown(record: dict, columns: list[str] | None = None, tables: list[int] | No
     Args:
         columns: names of the columns to show. Default: all.
         tables: numbers of the tables to show, from 1. Default: all.
-        bare: show only the tables, without the command, the machine and the plot.
+        bare: show only the tables, without the command and the machine.
     """
     chosen = [record["tables"][number - 1] for number in tables] if tables else record["tables"]
     parts = []

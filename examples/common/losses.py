@@ -112,6 +112,15 @@ def build_cane(args: argparse.Namespace, counts: Tensor, dim: int, bias: bool,
     return xs.CaneLoss(dim, len(counts), candidates=near, **options)
 
 
+def codebook_loss(loss: Loss, hidden: Tensor) -> Tensor | float:
+    """Returns the loss that trains the codewords of learnable samplers; 0 without them."""
+    queries, linear = hidden.detach().flatten(0, -2), loss.linear
+    bias = None if linear.bias is None else linear.bias.detach()
+    return sum(
+        sampler.codebook_loss(queries, linear.weight.detach(), bias)
+        for sampler in loss.modules() if isinstance(sampler, xs.samplers.LearnableMidxSampler))
+
+
 def build_sampler(args: argparse.Namespace, kind: str, counts: Tensor, dim: int, num_samples: int,
                   bias: bool, private: bool, distinct: bool | None = None) -> xs.samplers.Sampler:
     """Creates a sampler.

@@ -33,8 +33,9 @@ QUERY_BLOCK = 256  # number of queries whose probabilities [queries, words] are 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    # without the sampler whose candidates are the batch's targets
-    samplers = [name for name in SAMPLERS if name != "in_batch"]
+    # Without the sampler whose candidates are the batch's targets, and without learnable codewords,
+    # which only training makes different from midx's.
+    samplers = [name for name in SAMPLERS if name != "in_batch" and "learnable" not in name]
     parser.add_argument("--checkpoint", metavar="PATH", type=Path, required=True,
                         help="checkpoint written by train.py")
     parser.add_argument("--sampler", nargs="+", choices=samplers, default=samplers,

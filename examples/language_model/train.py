@@ -21,7 +21,7 @@ from examples.common import training
 from examples.common.arguments import (add_cane_arguments, add_file_arguments, add_loss_arguments,
                                        add_training_arguments, complete, fraction, positive,
                                        report_errors)
-from examples.common.losses import DTYPES, build_loss
+from examples.common.losses import DTYPES, build_loss, codebook_loss
 from examples.common.errors import UsageError
 from examples.common.ranks import add_ranks_arguments
 from examples.common.training import Interrupt
@@ -168,7 +168,8 @@ class Run(training.Run):
         hidden, state = self.encoder(inputs, self.recurrent)
         self.recurrent = [tensor.detach() for tensor in state]
         candidates = [] if self.successors is None else [self.successors[inputs]]
-        return self.loss_of(hidden, targets, *candidates), count
+        loss = self.loss_of(hidden, targets, *candidates)
+        return loss + codebook_loss(self.loss, hidden), count
 
     def loss_of(self, hidden: Tensor, *args: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, self.table.weight.dtype,

@@ -58,8 +58,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> search_topk(
 ///     (F.linear(input, weight, bias) + noise).argmax(1)
 ///
 /// - input, weight, bias, index: as for search_topk.
-/// - noise: float32 [Q, N], without NaN. With Gumbel noise times T, the class is a sample of
-///   softmax(scores / T).
+/// - noise: float32 [Q, N], without NaN (checked on the CPU only). With Gumbel noise times T, the
+///   class is a sample of softmax(scores / T).
 ///
 /// Returns (ids [Q] int64, cells read [Q] int64, certified [Q] bool). Has no gradient.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> perturbed_argmax(

@@ -35,11 +35,10 @@ void check_prefetch(const Tensor& table, const Tensor& rows) {
 // Requests the cache lines of rows in memory. They arrive while others are requested, where a
 // gather without prefetching, such as that of nn.Embedding, waits for a row at a time.
 void prefetch_into_cache(const Tensor& table, at::IntArrayRef ids) {
-  constexpr int64_t most = 256; // then the hardware's own prefetching has noticed
   constexpr int64_t grain_size = 1024;
   const auto* const rows = static_cast<const char*>(table.const_data_ptr());
   const int64_t stride = table.stride(0) * int64_t(table.itemsize()),
-                bytes = std::min(stride, most);
+                bytes = std::min(stride, kRowBeginning);
   at::parallel_for(0, int64_t(ids.size()), grain_size, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       prefetch_bytes</*kWrite=*/false, PrefetchInto::kFar>(rows + ids[i] * stride, bytes);

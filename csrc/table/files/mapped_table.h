@@ -30,7 +30,8 @@ namespace xsoftmax {
 // library's operators writes to the table.
 //
 // mapped_table_prefetch(Tensor table, Tensor rows) -> (): starts to read rows without waiting: from
-// the disk, with their optimizer state, or from memory into the cache, without it.
+// the disk, with their optimizer state, or their beginnings from memory into the cache, if the
+// table is contiguous.
 //
 // mapped_table_path(Tensor table) -> str: the path of the file; "" for a table in memory.
 

@@ -198,10 +198,11 @@ def prefetch(weight: Tensor, rows: Tensor) -> None:
     """Starts to read rows, without waiting.
 
     Those of a table in a file are read from the disk, with their row optimizer state: for the
-    targets of the next step, during the current one. Those of a table in memory are read into the
-    processor's cache: call it just before ``nn.Embedding`` looks them up, which otherwise waits for
-    one row after another. The losses and row optimizers of this library do it themselves. On a GPU
-    it does nothing.
+    targets of the next step, during the current one. Those of a contiguous table in memory are read
+    into the processor's cache, the first 256 bytes of each, after which the processor goes on by
+    itself: call it just before ``nn.Embedding`` looks up a batch that fits in the L2 cache, since
+    the look-up waits for one row after another. The losses and row optimizers of this library do it
+    themselves. On a GPU it does nothing.
 
     Args:
         weight: the table.

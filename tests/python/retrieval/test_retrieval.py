@@ -111,6 +111,16 @@ def test_vectors_of_very_different_lengths():
         assert torch.equal(ids, expected(query, weight, bias * factor, 5)[1]) and certified.all()
 
 
+def test_the_smallest_and_largest_queries():
+    query, weight, _ = problem(4, 16, 500, torch.float64, bias=False)
+    unit = query / query.abs().amax(1, keepdim=True)
+    index = made(weight, None)
+    for length in (1e-310, 1e-307, 1.7e308):
+        _, ids, _, certified = ops.search_topk(unit * length, weight, None, index, 5, "")
+        coarse = unit * length / length if length < 1 else unit  # with the digits that are left
+        assert torch.equal(ids, expected(coarse, weight, None, 5)[1]) and certified.all()
+
+
 def test_bounds_of_the_index_hold_for_every_row():
     """Each row is in one cell, within the radius of its centre, and coded within the error."""
     _, weight, bias = problem(1, 10, 3000)
@@ -446,6 +456,10 @@ def test_damaged_indices():
     with pytest.raises(ValueError, match="finite"):
         ops.search_topk(query, weight, None,
                         [*index[:7], torch.full_like(index[7], torch.nan), *index[8:]], 3, "")
+    # Bounds that are NaN exclude nothing.
+    index = [*index[:9], torch.full_like(index[9], torch.nan)]
+    assert torch.equal(ops.search_topk(query, weight, None, index, 3, "")[1],
+                       expected(query, weight, None, 3)[1])
 
 
 def test_opcheck():
