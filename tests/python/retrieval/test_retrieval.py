@@ -458,8 +458,9 @@ def test_damaged_indices():
                         [*index[:7], torch.full_like(index[7], torch.nan), *index[8:]], 3, "")
     # Bounds that are NaN exclude nothing.
     index = [*index[:9], torch.full_like(index[9], torch.nan)]
-    assert torch.equal(ops.search_topk(query, weight, None, index, 3, "")[1],
-                       expected(query, weight, None, 3)[1])
+    assert torch.equal(
+        ops.search_topk(query, weight, None, index, 3, "")[1],
+        expected(query, weight, None, 3)[1])
 
 
 def test_opcheck():
