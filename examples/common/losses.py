@@ -114,11 +114,15 @@ def build_cane(args: argparse.Namespace, counts: Tensor, dim: int, bias: bool,
 
 def codebook_loss(loss: Loss, hidden: Tensor) -> Tensor | float:
     """Returns the loss that trains the codewords of learnable samplers; 0 without them."""
-    queries, linear = hidden.detach().flatten(0, -2), loss.linear
-    bias = None if linear.bias is None else linear.bias.detach()
-    return sum(
-        sampler.codebook_loss(queries, linear.weight.detach(), bias)
-        for sampler in loss.modules() if isinstance(sampler, xs.samplers.LearnableMidxSampler))
+    samplers = [
+        part for part in loss.modules() if isinstance(part, xs.samplers.LearnableMidxSampler)
+    ]
+    if not samplers:
+        return 0.0
+    queries, table = hidden.detach().flatten(0, -2), [
+        None if part is None else part.detach() for part in (loss.linear.weight, loss.linear.bias)
+    ]
+    return sum(sampler.codebook_loss(queries, *table) for sampler in samplers)
 
 
 def build_sampler(args: argparse.Namespace, kind: str, counts: Tensor, dim: int, num_samples: int,

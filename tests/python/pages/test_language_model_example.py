@@ -85,6 +85,19 @@ def test_two_ranks_train_like_one_process(text, tmp_path):
                tmp_path / "two.pt", "--resume") == 2
 
 
+@pytest.mark.parametrize("kind", ["midx", "midx_learnable", "midx_learnable_pq"])
+def test_codewords_are_trained_if_they_are_learnable(kind, text):
+    args = train.parse_arguments([
+        "--data",
+        str(text), "--sampler", kind, "--codewords", "4", "--refresh-every", "100", *SMALL
+    ])
+    trained = train.Run("sampled", data.load_corpus(str(text)), args)
+    trained.step()
+    before = trained.loss.sampler.codewords1.detach().clone()
+    trained.step()
+    assert torch.equal(trained.loss.sampler.codewords1, before) == (kind == "midx")
+
+
 def test_samplers_are_compared_on_a_trained_model(text, tmp_path, capsys):
     compare, checkpoint = compare_samplers.main, tmp_path / "run.pt"
     text = Path(shutil.copy(text, tmp_path / "text.txt"))
