@@ -36,14 +36,15 @@ def test_it_finds_the_share_that_was_asked_for(recall):
 
 
 def test_changed_weights_are_measured_again():
+    torch.manual_seed(0)
     head, hidden = model()
     draft = xs.draft_head(head, hidden, k=3)
-    before = draft.best_recall
+    before = draft.recall, draft.best_recall
     with torch.no_grad():
         head.weight.copy_(torch.randn_like(head.weight))  # no clusters, so no cell is better
     found = draft(hidden[:50])
     assert (found.ids < 4000).all() and not found.scores.requires_grad
-    assert draft.recall > 0.85 and draft.best_recall != before
+    assert draft.recall > 0.85 and (draft.recall, draft.best_recall) != before
     half = head.bfloat16()
     assert draft(hidden[:5].bfloat16()).ids.shape == (5, 3) and half is draft.lm_head
 
