@@ -61,9 +61,13 @@ class Study:
 CANE, MIDX = "Han et al. (2018)", "Chen et al. (2025)"
 CLASSIFIERS = ("benchmarks/classifiers.py --out {out} --threads 1 --seeds 3 --epochs {n:30} "
                "--search-epochs {n:3} ")
-WORDS = "--jobs 1 "
+LANGUAGE = "benchmarks/perplexity.py "
 SMALL = " -- --width 128 --layers 1 --dropout 0.2"
-SHORT_TEXT = " --min-count 5 --eval-epochs {e:0.05} --eval-tokens 100000"
+TUNED = " --data {ptb} --out {out} --epochs {e:8} --search-epochs {e:1} --jobs 1" + SMALL
+NOVELS = " --data {novels} --out {out} --epochs {e:0.5} --rates .004 --jobs 1 --only "
+SHORT = SMALL + " --min-count 5 --eval-epochs {e:0.05} --eval-tokens 100000"
+ITEMS = ("benchmarks/recommend.py table --out {out} --epochs {e:20} --search-epochs {e:5} --jobs 1 "
+         "--data ")
 
 STUDIES = {
     "cane_classes": Study(
@@ -73,31 +77,24 @@ STUDIES = {
               (CLASSIFIERS + "--gaussians 10000 --lr 0.003 0.01 0.03 --finalists 1",)),
          Part("omniglot", 240,
               ("examples/image_classes/train.py --data {omniglot} --threads 1 --epochs {n:20} "
-               "--checkpoint {out}/vgg.ckpt --output {out}/vgg",
-               "examples/image_classes/features.py --checkpoint {out}/vgg.ckpt --output "
+               "--checkpoint {out}/model.ckpt --output {out}/vgg",
+               "examples/image_classes/features.py --checkpoint {out}/model.ckpt --output "
                "{out}/features.pt", CLASSIFIERS + "--features {out}/features.pt")))),
     "cane_words": Study(
         f"{CANE}, section 7.2, Figure 3",
         "Does CANE train a language model better than NCE and BlackOut with as many words?",
-        (Part("ptb", 600, ("benchmarks/perplexity.py cane --data {ptb} --out {out} --epochs {e:8} "
-                           "--search-epochs {e:1} " + WORDS + SMALL,)),
+        (Part("ptb", 600, (LANGUAGE + "cane" + TUNED,)),
          Part("novels", 600,
-              ("benchmarks/perplexity.py cane --data {novels} --out {out} --epochs {e:0.5} "
-               "--rates .004 --jobs 1 --only 'CANE-60, routed' 'CANE-60, half of them noises' "
-               "NCE-60 BlackOut-60" + SMALL + SHORT_TEXT,)))),
+              (LANGUAGE + "cane" + NOVELS + "'CANE-60, routed' 'CANE-60, half of them noises' "
+               "NCE-60 BlackOut-60" + SHORT,)))),
     "midx_words": Study(
         f"{MIDX}, Table 4, Figure 2",
         "How close do language models trained with sampled losses come to the exact loss?",
-        (Part("ptb", 600, ("benchmarks/perplexity.py table --data {ptb} --out {out} --epochs {e:8} "
-                           "--search-epochs {e:1} " + WORDS + SMALL,)),
-         Part("transformer", 600,
-              ("benchmarks/perplexity.py table --data {ptb} --out {out} --epochs {e:8} "
-               "--search-epochs {e:1} " + WORDS + SMALL + " --model transformer",)),
-         Part("novels", 300,
-              ("benchmarks/perplexity.py table --data {novels} --out {out} --epochs {e:0.5} "
-               "--rates .004 --jobs 1 --only '20 private midx, ranking' "
-               "'20 private unigram, ranking' '512 shared unigram, head 512' "
-               "'head 64 + 64 private midx, ranking'" + SMALL + SHORT_TEXT,)))),
+        (Part("ptb", 600, (LANGUAGE + "table" + TUNED,)),
+         Part("transformer", 600, (LANGUAGE + "table" + TUNED + " --model transformer",)),
+         Part("novels", 300, (LANGUAGE + "table" + NOVELS + "'20 private midx, ranking' "
+                              "'20 private unigram, ranking' '512 shared unigram, head 512' "
+                              "'head 64 + 64 private midx, ranking'" + SHORT,)))),
     "midx_distance": Study(
         f"{MIDX}, Tables 2 and 3, Figures 4 and 5",
         "How far is each sampler's proposal from the softmax?",
@@ -105,27 +102,20 @@ STUDIES = {
               ("benchmarks/sampler_distance.py --data {ptb} --out {out} --untrained",)),
          Part("trained", 20,
               ("benchmarks/sampler_distance.py --data {ptb} --out {out} --epochs {e:4}",)))),
-    "midx_learnable": Study(f"{MIDX}, Table 5", "Do learned codebooks help?", (Part(
-        "ptb", 200, ("benchmarks/perplexity.py learnable --data {ptb} --out {out} --epochs {e:8} "
-                     "--search-epochs {e:1} " + WORDS + SMALL,)),)),
+    "midx_learnable": Study(f"{MIDX}, Table 5", "Do learned codebooks help?",
+                            (Part("ptb", 200, (LANGUAGE + "learnable" + TUNED,)),)),
     "midx_ablation": Study(
         f"{MIDX}, Table 1, Figures 3, 6 and 7",
         "How do codewords, samples and refreshes change quality, and what does a sample cost?",
         (Part("ptb", 500,
-              ("benchmarks/perplexity.py ablation --data {ptb} --out {out} --epochs {e:4} "
-               "--rates .004 --jobs 1" + SMALL,)),
-         Part("time", 10, ("benchmarks/sampling_time.py --threads 1",)))),
-    "midx_items": Study(
-        f"{MIDX}, Table 7", "How close do recommenders trained with samples come to the softmax?",
-        (Part("beauty", 400,
-              ("benchmarks/recommend.py table --data {beauty} --out {out} --epochs {e:20} "
-               "--search-epochs {e:5} --jobs 1",)),
-         Part("gowalla", 900,
-              ("benchmarks/recommend.py table --data {gowalla} --out {out} --epochs {e:20} "
-               "--search-epochs {e:5} --jobs 1 -- --unordered --eval-epochs {e:2}",)),
-         Part("gru", 400,
-              ("benchmarks/recommend.py table --data {beauty} --out {out} --epochs {e:20} "
-               "--search-epochs {e:5} --jobs 1 -- --model gru4rec",)))),
+              (LANGUAGE + "ablation --data {ptb} --out {out} --epochs {e:4} --rates .004 --jobs 1" +
+               SMALL,)), Part("time", 10, ("benchmarks/sampling_time.py --threads 1",)))),
+    "midx_items": Study(f"{MIDX}, Table 7",
+                        "How close do recommenders trained with samples come to the softmax?",
+                        (Part("beauty", 400, (ITEMS + "{beauty}",)),
+                         Part("gowalla", 900,
+                              (ITEMS + "{gowalla} -- --unordered --eval-epochs {e:2}",)),
+                         Part("gru", 400, (ITEMS + "{beauty} -- --model gru4rec",)))),
 }
 
 
@@ -147,28 +137,29 @@ def missing(part: Part, data: Path) -> list[str]:
     return [DATA[one] for one in part.data() if not (data / DATA[one]).exists()]
 
 
+def call(given: list[str]) -> None:
+    done = subprocess.run([sys.executable, *given], cwd=ROOT)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(given)}: exit {done.returncode}")
+
+
 def run(name: str, part: Part, scale: float, args: argparse.Namespace) -> str:
     """Makes a record with a fraction of the epochs. Returns what became of it."""
     if absent := missing(part, args.data):
         return f"left out, since {args.data} has no {', '.join(absent)}"
-    out = args.out / f"{name}.{part.name}"
+    out = args.out / f"{name}.{part.name}" / f"{scale:.3g}"  # runs of another budget differ
     out.mkdir(parents=True, exist_ok=True)
     places = {one: str(args.data / path) for one, path in DATA.items()} | {"out": str(out)}
     record = args.records / f"{name}.{part.name}.json"
-    for number, command in enumerate(part.commands, 1):
-        given = words(command, scale, places)
-        is_last = number == len(part.commands)
-        marker = out / f"finished.{number}"
-        if not is_last and marker.is_file() and marker.read_text() == shlex.join(given):
-            continue
-        if is_last:  # before the options of the examples, which follow "--"
-            at = given.index("--") if "--" in given else len(given)
-            given[at:at] = [*shlex.split(args.more), "--json", str(record)]
-        done = subprocess.run([sys.executable, *given], cwd=ROOT)
-        if done.returncode:
-            raise SystemExit(f"{shlex.join(given)}: exit {done.returncode}")
-        if not is_last:
-            marker.write_text(shlex.join(given))
+    *before, last = (words(command, scale, places) for command in part.commands)
+    for number, given in enumerate(before, 1):
+        finished, checkpoint = out / f"finished.{number}", out / "model.ckpt"
+        if not finished.is_file():
+            resume = given[0].endswith("train.py") and checkpoint.is_file()
+            call([*given, *(["--resume"] if resume else [])])
+            finished.touch()
+    at = last.index("--") if "--" in last else len(last)  # the options of the examples follow "--"
+    call([*last[:at], *shlex.split(args.more), "--json", str(record), *last[at:]])
     found = json.loads(record.read_text())
     if not args.more:
         found["study"] = " ".join([

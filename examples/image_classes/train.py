@@ -20,7 +20,7 @@ from examples.common import training
 from examples.common.arguments import (add_cane_arguments, add_file_arguments, add_loss_arguments,
                                        add_training_arguments, complete, fraction, positive,
                                        report_errors)
-from examples.common.losses import LEARNING_RATES, build_loss
+from examples.common.losses import LEARNING_RATES, build_loss, codebook_loss
 from examples.common.training import Interrupt
 from examples.image_classes import data, report
 from examples.image_classes.model import VGG16
@@ -101,7 +101,9 @@ class Run(training.Run):
         ) / 255, self.parts["train"].labels[some]
         if not self.args.no_distortion:
             images = data.distort(images)
-        return self.loss(self.encoder(images.to(self.device)), labels.to(self.device)), len(labels)
+        features = self.encoder(images.to(self.device))
+        loss = self.loss(features, labels.to(self.device))
+        return loss + codebook_loss(self.loss, features), len(labels)
 
     def accuracy(self, split: str, interrupt: Interrupt) -> dict | None:
         part, k = self.parts[split], 5

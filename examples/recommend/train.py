@@ -20,7 +20,7 @@ from examples.common import training
 from examples.common.arguments import (add_file_arguments, add_loss_arguments,
                                        add_training_arguments, complete, fraction, positive,
                                        report_errors)
-from examples.common.losses import LEARNING_RATES, build_loss
+from examples.common.losses import LEARNING_RATES, build_loss, codebook_loss
 from examples.common.ranks import add_ranks_arguments
 from examples.common.training import Interrupt
 from examples.recommend import data, report
@@ -135,7 +135,8 @@ class Run(training.Run):
     def train_loss(self) -> tuple[Tensor, int]:
         batch = self.train_part.get(self.steps)
         items, lengths, targets = data.part_of_batch(*batch, self.ranks.rank, self.ranks.size)
-        return self.loss(self.encoder(items, lengths), targets), len(batch[-1])
+        hidden = self.encoder(items, lengths)
+        return self.loss(hidden, targets) + codebook_loss(self.loss, hidden), len(batch[-1])
 
     def measure(self, interrupt: Interrupt) -> dict | None:
         """Evaluates on the validation data. If the result is the best so far, also evaluates on the

@@ -1,4 +1,4 @@
-"""Search by an index finds the best classes by float64 scores of all classes; to_faiss."""
+"""Search by an index finds the best classes by float64 scores of all classes."""
 
 import copy
 import gc
@@ -9,39 +9,14 @@ import pytest
 import torch
 
 import xsoftmax as xs
+from search_checks import expected, problem, recall, scores_of
 
 ops = torch.ops.xsoftmax
 SEED = torch.tensor(0)
 
 
-def problem(Q, D, N, dtype=torch.float32, bias=True, clusters=20, seed=0):
-    """Returns queries and a clustered class table."""
-    g = torch.Generator().manual_seed(seed)
-    centres = 3 * torch.randn(clusters, D, generator=g)
-    weight = centres[torch.randint(clusters, (N,), generator=g)] + torch.randn(N, D, generator=g)
-    query = centres[torch.randint(clusters,
-                                  (Q,), generator=g)] / 3 + 0.5 * torch.randn(Q, D, generator=g)
-    return query.to(dtype), weight.to(dtype), torch.randn(N,
-                                                          generator=g).to(dtype) if bias else None
-
-
-def scores_of(query, weight, bias):
-    scores = query.double() @ weight.double().T
-    return scores if bias is None else scores + bias.double()
-
-
-def expected(query, weight, bias, k):
-    """Returns the best k classes by a stable sort: of equal classes the lower id is first."""
-    values, ids = scores_of(query, weight, bias).sort(dim=1, descending=True, stable=True)
-    return values[:, :k], ids[:, :k]
-
-
 def made(weight, bias, codewords=4):
     return ops.midx_search_index(weight, bias, None, None, codewords, SEED)
-
-
-def recall(ids, want):
-    return (ids.unsqueeze(2) == want.unsqueeze(1)).any(2).double().mean().item()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -474,35 +449,3 @@ def test_opcheck():
                        ("search_topk", (query, weight, bias, index, 3, "max_cells=2")),
                        ("search_budget", (query, weight, bias, index, 3, 0.9))):
         torch.library.opcheck(getattr(ops, name).default, args)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", ["flat", "ivf", "hnsw"])
-def test_faiss_finds_the_best_classes(kind, bias):
-    pytest.importorskip("faiss")
-    query, weight, biases = problem(20, 8, 2000, bias=bias)
-    loss = xs.LinearCrossEntropyLoss(8, 2000, bias=bias)
-    with torch.no_grad():
-        loss.linear.weight.copy_(weight)
-        if bias:
-            loss.linear.bias.copy_(biases)
-    index = xs.to_faiss(loss, kind, lists=16)
-    if kind == "ivf":
-        index.nprobe = 16
-    asked = torch.cat([query, torch.ones(20, 1)], 1) if bias else query
-    _, ids = index.search(asked.numpy(), 5)
-    assert recall(torch.from_numpy(ids),
-                  expected(query, weight, biases, 5)[1]) >= (0.9 if kind == "hnsw" else 1)
-
-
-def test_to_faiss_refuses_wrong_arguments(monkeypatch):
-    loss = xs.LinearCrossEntropyLoss(8, 20)
-    with pytest.raises(ValueError, match="kind"):
-        xs.to_faiss(loss, "lsh")
-    with pytest.raises(ValueError, match="neighbors of at least 2"):  # faiss would kill the process
-        xs.to_faiss(loss, "hnsw", neighbors=1)
-    with pytest.raises(TypeError, match="plain class table"):
-        xs.to_faiss(torch.nn.Linear(2, 3))
-    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
-    with pytest.raises(ImportError, match="faiss-cpu"):
-        xs.to_faiss(loss)
