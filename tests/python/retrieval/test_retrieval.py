@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import xsoftmax as xs
-from search_checks import expected, problem, recall, scores_of
+from search_checks import expected, problem, recall
 
 ops = torch.ops.xsoftmax
 SEED = torch.tensor(0)
