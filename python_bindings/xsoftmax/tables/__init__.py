@@ -1,5 +1,5 @@
 """Class tables in files, for tables larger than memory: only rows that are touched are read; and
-tables in huge pages of memory.
+tables in huge pages of memory, or in memory of the host for a GPU.
 
 Example::
 
@@ -21,7 +21,7 @@ process that died) or ``begun`` (its creation was not finished).
 """
 
 from .._core.public import public_names
-from .mapped_tables import flush, in_memory, linear, mapped, open, prefetch
+from .mapped_tables import flush, in_memory, linear, mapped, open, pinned, prefetch
 
-__all__ = ["flush", "in_memory", "linear", "mapped", "open", "prefetch"]
+__all__ = ["flush", "in_memory", "linear", "mapped", "open", "pinned", "prefetch"]
 __dir__ = public_names(__all__)

@@ -34,6 +34,23 @@ def _table_sizes(owner: str, num_rows: int, width: Optional[int], init: Any) -> 
     return sizes
 
 
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _check_dtype(owner: str, dtype: Any) -> None:
+    if dtype not in _DTYPES:
+        raise TypeError(f"{owner}: expected dtype as float32, float64, bfloat16 or float16, got "
+                        f"{dtype}")
+
+
+def _initialised(table: Tensor, init: Optional[Callable[[Tensor], object]]) -> nn.Parameter:
+    """Returns a parameter of a table of zeros, filled by `init`."""
+    if init is not None:
+        with torch.no_grad():
+            init(table)
+    return nn.Parameter(table)
+
+
 def in_memory(num_rows: int, width: Optional[int] = None, dtype: torch.dtype = torch.float32, *,
               init: Optional[Callable[[Tensor], object]] = as_linear) -> nn.Parameter:
     """Returns a parameter ``[num_rows, width]``, or ``[num_rows]`` without a width, in huge pages
@@ -55,13 +72,47 @@ def in_memory(num_rows: int, width: Optional[int] = None, dtype: torch.dtype = t
     """
     name = "tables.in_memory"
     sizes = _table_sizes(name, num_rows, width, init)
-    if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        raise TypeError(f"{name}: expected dtype as float32, float64, bfloat16 or float16, got "
-                        f"{dtype}")
+    _check_dtype(name, dtype)
     table = table_empty(*sizes, dtype=dtype, device="cpu")
-    with torch.no_grad():
-        table.zero_() if init is None else init(table)
-    return nn.Parameter(table)
+    return _initialised(table, torch.zero_ if init is None else init)
+
+
+def pinned(num_rows: int, width: Optional[int] = None, dtype: torch.dtype = torch.float32,
+           device: Union[str, torch.device] = "cuda", *,
+           init: Optional[Callable[[Tensor], object]] = as_linear) -> nn.Parameter:
+    """Returns a CUDA parameter ``[num_rows, width]``, or ``[num_rows]`` without a width, whose
+    memory is page-locked memory of the host: a table larger than the GPU's memory. Kernels address
+    it directly, so everything that takes a CUDA parameter takes this one, and a step moves only its
+    rows over the bus::
+
+        table = xs.tables.pinned(100_000_000, 64, torch.bfloat16)
+        embedding = nn.Embedding(*table.shape, sparse=True, _weight=table)
+        optimizer = xs.optim.RowAdagrad([embedding.weight], lr=0.01, row_wise=True)
+
+    The update runs on the GPU too. The state of row optimizers is in the GPU's memory: with
+    ``RowAdagrad(row_wise=True)`` 4 bytes per row. Copies (``deepcopy``, ``.to(dtype)``,
+    ``clone()``) are in the GPU's memory, like those of any CUDA tensor; ``.cpu()`` copies.
+    Operations on all rows, dense gradients among them, are as slow as the bus.
+
+    Args:
+        num_rows, width: N and D.
+        dtype: float32, float64, bfloat16 or float16.
+        device: the GPU that computes with the table.
+        init: fills the table in place, on the GPU, like functions of ``torch.nn.init``; by default
+            like nn.Linear. None: zeros.
+
+    Raises:
+        RuntimeError: this build has no CUDA, or the host cannot lock so much memory.
+        ValueError: the device is not a GPU.
+    """
+    name = "tables.pinned"
+    sizes = _table_sizes(name, num_rows, width, init)
+    _check_dtype(name, dtype)
+    if torch.device(device).type != "cuda":
+        raise ValueError(f"{name}: expected device as a CUDA device, got {device}; in_memory "
+                         "allocates tables of the CPU")
+    like = torch.empty(0, dtype=dtype, device=device)
+    return _initialised(torch.ops.xsoftmax.pinned_table(like, sizes), init)
 
 
 def mapped(path: Union[str, "os.PathLike[str]"], num_rows: int, width: Optional[int] = None,

@@ -365,6 +365,19 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyK
   std::memmove(to, from, size);
   return cudaSuccess;
 }
+/// Memory of the host that kernels address is any memory.
+constexpr unsigned cudaHostAllocPortable = 1, cudaHostAllocMapped = 2;
+inline cudaError_t cudaHostAlloc(void** data, size_t size, unsigned) {
+  *data = std::malloc(size);
+  return *data ? cudaSuccess : cudaErrorInvalidValue;
+}
+inline cudaError_t cudaHostGetDevicePointer(void** mapped, void* host, unsigned) {
+  return *mapped = host, cudaSuccess;
+}
+inline cudaError_t cudaFreeHost(void* data) { return std::free(data), cudaSuccess; }
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return "error"; }
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerMultiprocessor };
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 /// A small device with the shared memory of compute capability 9.0, so that grids limited to its

@@ -355,6 +355,7 @@ def samples():
         resize_tables_=([weight, bias], [torch.randn(3, D), torch.randn(3)], [N + 3, N + 3]),
         sampled_softmax_loss=(input, weight, bias, target, *sets, class_weight, torch.tensor(0.5),
                               options.replace("0.1", "0")),
+        pinned_table=(weight, [N, D]),
         scale_gradient=(input, torch.rand(Q, 1), input),
         mean_shares=(target, -100, torch.float32),
         scale_loss_gradients=(torch.rand(Q), target, -100, input, torch.rand(Q, 5), input),

@@ -70,3 +70,18 @@ def test_an_embedding_trains_as_in_ordinary_memory(dtype):
 def test_wrong_arguments_are_refused(arguments, options, error, message):
     with pytest.raises(error, match="tables.in_memory: expected " + message):
         xs.tables.in_memory(*arguments, **options)
+
+
+def test_a_pinned_table_is_of_a_gpu():
+    with pytest.raises(ValueError, match="tables.pinned: expected device as a CUDA device, got cpu"):
+        xs.tables.pinned(3, 2, device="cpu")
+    with pytest.raises(TypeError, match="tables.pinned: expected dtype as .*, got torch.int64"):
+        xs.tables.pinned(3, 2, torch.int64)
+
+
+@pytest.mark.parametrize("sizes, message", [([2, -1], "at least 0, got \\[2, -1\\]"),
+                                            ([2**40, 2**40], "fewer than 2\\^63 bytes, got sizes"),
+                                            ([2**62], "fewer than 2\\^63 bytes, got sizes")])
+def test_impossible_pinned_tables_are_refused(sizes, message):
+    with pytest.raises(ValueError, match="pinned_table: expected .*" + message):
+        torch.ops.xsoftmax.pinned_table(torch.empty(0), sizes)

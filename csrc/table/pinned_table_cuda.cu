@@ -1,0 +1,46 @@
+#include "op/cuda_launch.cuh"
+#include "table/pinned_table.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <cstring>
+
+namespace xsoftmax {
+
+// Kernels read and write the rows over the bus. That is no slower than a copy to the device ahead
+// of the step, since each row is read once, and needs no second copy that could become stale.
+static at::Tensor pinned_table_cuda(const at::Tensor& like, at::IntArrayRef sizes) {
+  const size_t bytes = check_pinned_table(like, sizes);
+  const c10::cuda::CUDAGuard guard(like.device());
+  if (bytes == 0) {
+    return at::zeros(sizes, like.options());
+  }
+  void *host = nullptr, *mapped = nullptr;
+  const cudaError_t error =
+      cudaHostAlloc(&host, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError(); // or the next launch would report it
+    TORCH_CHECK(false, "pinned_table: the host cannot lock ", bytes, " bytes of memory: ",
+                cudaGetErrorString(error));
+  }
+  const auto release = [host](void*) {
+    // Kernels of any stream may still use the table. Errors are those of a process that ends.
+    (void)cudaDeviceSynchronize();
+    (void)cudaFreeHost(host);
+  };
+  if (cudaHostGetDevicePointer(&mapped, host, 0) != cudaSuccess) {
+    (void)cudaGetLastError();
+    release(host);
+    TORCH_CHECK(false, "pinned_table: ", like.device(), " cannot address memory of the host");
+  }
+  std::memset(host, 0, bytes);
+  return at::from_blob(mapped, sizes, release, like.options(), like.device());
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) { m.impl("pinned_table", pinned_table_cuda); }
+
+} // namespace xsoftmax
