@@ -63,11 +63,14 @@ CLASSIFIERS = ("benchmarks/classifiers.py --out {out} --threads 1 --seeds 3 --ep
                "--search-epochs {n:3} ")
 LANGUAGE = "benchmarks/perplexity.py "
 SMALL = " -- --width 128 --layers 1 --dropout 0.2"
-TUNED = " --data {ptb} --out {out} --epochs {e:8} --search-epochs {e:1} --jobs 1" + SMALL
+TUNED = (" --data {ptb} --out {out} --epochs {e:8} --search-epochs {e:1} --seeds 3 --jobs 1" +
+         SMALL)
 NOVELS = " --data {novels} --out {out} --epochs {e:0.5} --rates .004 --jobs 1 --only "
 SHORT = SMALL + " --min-count 5 --eval-epochs {e:0.05} --eval-tokens 100000"
-ITEMS = ("benchmarks/recommend.py table --out {out} --epochs {e:20} --search-epochs {e:5} --jobs 1 "
-         "--data ")
+ITEMS = ("benchmarks/recommend.py table --out {out} --epochs {e:20} --search-epochs {e:5} --seeds 3 "
+         "--jobs 1 --data ")
+LABELS = ("benchmarks/sampled_labels.py --out {out} --threads 1 --epochs {n:20} "
+          "--search-epochs {n:5} ")
 
 STUDIES = {
     "cane_classes": Study(
@@ -116,6 +119,10 @@ STUDIES = {
                          Part("gowalla", 900,
                               (ITEMS + "{gowalla} -- --unordered --eval-epochs {e:2}",)),
                          Part("gru", 400, (ITEMS + "{beauty} -- --model gru4rec",)))),
+    "midx_labels": Study(
+        f"{MIDX}, Table 9", "How precise are models of many labels trained with samples?",
+        (Part("delicious", 60, (LABELS + "--delicious {delicious}",)),
+         Part("generated", 120, (LABELS + "--generated --samples 200",)))),
 }
 
 

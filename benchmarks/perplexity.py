@@ -16,15 +16,19 @@ loss.
 Each run is a run of examples/language_model/train.py with a checkpoint, so the same command
 continues after an interruption. Learning rates are selected in the same way for all methods, by
 validation perplexity: those whose short runs are within a tenth of the best, at most --finalists,
-get long runs, and the best of these is used. This takes hours. Runs share the machine (--jobs), so
+get long runs, and the best of these is used, with --seeds seeds; the table shows means and standard
+errors. This takes hours. Runs share the machine (--jobs), so
 their own times are not meaningful; the time of a step is measured separately, on all threads, with
 interleaved methods (`--time`, on an otherwise idle machine). Options after `--` are passed to the
 example in all runs.
 """
 
 import math
+import statistics
 
 from study import EXACT, MIDX, RANKING, Study, cane, chosen, make_parser, parse, sampled
+
+from examples.common.report import mean_and_error
 
 LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 
@@ -110,18 +114,23 @@ def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
     rows = []
     exact = None
     runs, seconds = study.long_runs(methods, LEARNING_RATES), study.step_times(methods)
-    for name, lr, run in runs:
-        if "failed" in run:
-            rows.append({"method": name, "test": run["failed"]})
+    for name, lr, several in runs:
+        failed = [run["failed"] for run in several if "failed" in run]
+        if failed:
+            rows.append({"method": name, "test": failed[0]})
             continue
-        test = run["test_perplexity"]
-        exact = test if name == "exact" else exact
-        rows.append({
-            "method": name, "learning rate": f"{lr:g}", "valid": f"{study.cost(run):.1f}",
-            "test": f"{test:.1f}" if test else "unfinished",
-            "test / exact": f"{test / exact:.3f}" if test and exact else ""
+        test = [run["test_perplexity"] for run in several]
+        row = {
+            "method": name, "learning rate": f"{lr:g}",
+            "valid": mean_and_error([study.cost(run) for run in several], 1), "test": "unfinished"
         }
-                    | ({"step": f"{1000 * seconds[name]:.0f} ms"} if name in seconds else {}))
+        if all(test):
+            exact = statistics.mean(test) if name == "exact" else exact
+            row["test"] = mean_and_error(test, 1)
+            row["test / exact"] = f"{statistics.mean(test) / exact:.3f}" if exact else ""
+        if name in seconds:
+            row["step"] = f"{1000 * seconds[name]:.0f} ms"
+        rows.append(row)
     return rows
 
 

@@ -9,11 +9,16 @@
 Each run is a run of examples/recommend/train.py with a checkpoint, so the same command continues
 after an interruption. Learning rates are selected in the same way for all methods, by validation
 NDCG@10: those whose short runs are within a tenth of the best, at most --finalists, get long runs,
-and the best of these is used, at its best epoch. This takes hours. Runs share the machine (--jobs),
+and the best of these is used, at its best epoch, with --seeds seeds; the table shows means and
+standard errors. This takes hours. Runs share the machine (--jobs),
 so their times are not meaningful. Options after `--` are passed to the example in all runs.
 """
 
+import statistics
+
 from study import EXACT, RANKING, Study, chosen, make_parser, parse, sampled
+
+from examples.common.report import mean_and_error
 
 LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 
@@ -37,19 +42,25 @@ FIGURES = ("NDCG@10", "NDCG@50", "Recall@10", "Recall@50")
 def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
     rows = []
     full = {}
-    for name, lr, run in study.long_runs(methods, LEARNING_RATES):
-        if "failed" in run or run[study.figure] is None:
-            rows.append({"method": name, "NDCG@10": run.get("failed", "unfinished")})
+    for name, lr, several in study.long_runs(methods, LEARNING_RATES):
+        failed = [run.get("failed", "unfinished") for run in several
+                  if "failed" in run or run[study.figure] is None]
+        if failed:
+            rows.append({"method": name, "NDCG@10": failed[0]})
             continue
-        found = {figure: run[f"test_{figure}"] for figure in FIGURES}
-        full = found if name == "full" else full
+        found = {figure: [run[f"test_{figure}"] for run in several] for figure in FIGURES}
+        mean = {figure: statistics.mean(values) for figure, values in found.items()}
+        full = mean if name == "full" else full
         rows.append(
-            {"method": name, "learning rate": f"{lr:g}", "best epoch": f"{run['best_epoch']:.3g}"}
-            | {figure: f"{value:.4f}"
-               for figure, value in found.items()}
+            {
+                "method": name, "learning rate": f"{lr:g}",
+                "best epoch": f"{statistics.mean(run['best_epoch'] for run in several):.3g}"
+            }
+            | {figure: mean_and_error(values)
+               for figure, values in found.items()}
             | {
                 f"{figure} / full": f"{value / full[figure]:.3f}"
-                for figure, value in found.items() if full.get(figure)
+                for figure, value in mean.items() if full.get(figure)
             })
     return rows
 

@@ -94,9 +94,10 @@ class Study:
         ]
         self.cost = lambda run: math.inf if "failed" in run else cost(run)
 
-    def train(self, name: str, method: list[str], lr: float, epochs: float) -> dict:
+    def train(self, name: str, method: list[str], lr: float, epochs: float, seed: int = 1) -> dict:
         """Returns the metrics of one run, after running or resuming it if necessary."""
         name = f"{name.replace(',', '').replace(' ', '-')}-lr{lr:g}-epochs{epochs:g}"
+        name += f"-seed{seed}" if seed != 1 else ""
         folder = self.args.out / name
         checkpoint = folder / "checkpoint.pt"
         history = folder / "history.json"
@@ -105,7 +106,8 @@ class Study:
                 sys.executable,
                 str(ROOT / "examples" / self.example / "train.py"), *self.common, *method, "--lr",
                 str(lr), "--epochs",
-                str(epochs), "--output",
+                str(epochs), "--seed",
+                str(seed), "--output",
                 str(folder), "--checkpoint",
                 str(checkpoint), *(["--resume"] if checkpoint.is_file() else [])
             ]
@@ -132,19 +134,28 @@ class Study:
             return list(pool.map(lambda run: self.train(*run), runs))
 
     def long_runs(self, methods: dict[str, list[str]],
-                  rates: tuple[float, ...]) -> list[tuple[str, float, dict]]:
-        """Returns for each method its name, its best learning rate, and the metrics of the long run
-        with that rate.
+                  rates: tuple[float, ...]) -> list[tuple[str, float, list[dict]]]:
+        """Returns for each method its name, its best learning rate, and the metrics of the long
+        runs with that rate, one for each seed.
 
         Short runs select up to --finalists rates, those within a tenth of the best, and long runs
         select the best of these, because the best rate of a short run is often too high for a long
-        one.
+        one. The selection uses the first seed.
         """
-        rates = tuple(self.args.rates or rates)
+        best = self.best_runs(methods, tuple(self.args.rates or rates))
+        others = [(name, seed) for name in methods for seed in range(2, 1 + self.args.seeds)]
+        runs = self.map([(name, methods[name], best[name][0], self.args.epochs, seed)
+                         for name, seed in others])
+        return [(name, lr, [run, *(found for (known, _), found in zip(others, runs)
+                                   if known == name)]) for name, (lr, run) in best.items()]
+
+    def best_runs(self, methods: dict[str, list[str]],
+                  rates: tuple[float, ...]) -> dict[str, tuple[float, dict]]:
+        """Returns the best learning rate of each method, and its long run with the first seed."""
         if len(rates) == 1:
             runs = self.map([(name, method, rates[0], self.args.epochs)
                              for name, method in methods.items()])
-            return [(name, rates[0], run) for name, run in zip(methods, runs)]
+            return {name: (rates[0], run) for name, run in zip(methods, runs)}
         grid = [(name, method, lr, self.args.search_epochs) for name, method in methods.items()
                 for lr in rates]
         costs = {(name, lr): self.cost(run) for (name, _, lr, _), run in zip(grid, self.map(grid))}
@@ -160,7 +171,7 @@ class Study:
                       key=lambda lr: self.cost(runs[name, lr]))
             for name in methods
         }
-        return [(name, lr, runs[name, lr]) for name, lr in best.items()]
+        return {name: (lr, runs[name, lr]) for name, lr in best.items()}
 
     def step_times(self, methods: dict[str, list[str]]) -> dict[str, float]:
         """Returns the median seconds of a training step, including the encoder, with all methods
@@ -266,6 +277,9 @@ def make_parser(description: str, example: str, epochs: int,
         "--rates", type=float, nargs="+", help="learning rates of the table, "
         "instead of those of the study; a single rate: "
         "no search")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="table: number of long runs of each method, with its "
+        "best learning rate (default: %(default)s)")
     parser.add_argument("--finalists", type=int, default=2, help="number of learning rates with a "
                         "long run (default: %(default)s)")
     parser.add_argument("--only", nargs="+", help="methods of the table, in addition to the exact "
@@ -294,6 +308,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end])
     args.options, args.about = argv[end + 1:], parser.description
+    if args.seeds < 1:
+        parser.error(f"--seeds: expected at least 1, got {args.seeds}")
     args.out.mkdir(parents=True, exist_ok=True)
     return args
 

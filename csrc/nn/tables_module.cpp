@@ -2,9 +2,11 @@
 
 #include "table/files/mapped_file.h"
 #include "table/files/mapped_table.h"
+#include "table/pinned_table.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -26,6 +28,14 @@ auto call(const char* name, Function*, const Args&... args) {
       .findSchemaOrThrow((std::string("xsoftmax::") + name).c_str(), "")
       .typed<Function>()
       .call(args...);
+}
+
+std::vector<int64_t> sizes_of(int64_t num_rows, std::optional<int64_t> width) {
+  std::vector<int64_t> sizes{num_rows};
+  if (width.has_value()) {
+    sizes.push_back(*width);
+  }
+  return sizes;
 }
 
 // Fills from the last block to the first, as in Python, so that a seed gives the same file.
@@ -60,10 +70,7 @@ void as_linear(Tensor rows) {
 Tensor mapped(const std::string& path, int64_t num_rows, std::optional<int64_t> width,
               const MappedOptions& options) {
   const at::NoGradGuard no_grad;
-  std::vector<int64_t> sizes{num_rows};
-  if (width.has_value()) {
-    sizes.push_back(*width);
-  }
+  const std::vector<int64_t> sizes = sizes_of(num_rows, width);
   if (MappedFile::exists(path) && !MappedFile::remove_unfinished(path)) {
     const Tensor table = open(path);
     TORCH_CHECK_VALUE(
@@ -102,6 +109,18 @@ torch::nn::Linear linear(const Tensor& weight, const Tensor& bias) {
     linear->bias.set_data(bias.detach());
   }
   return linear;
+}
+
+Tensor pinned(int64_t num_rows, std::optional<int64_t> width, const PinnedOptions& options) {
+  TORCH_CHECK_VALUE(options.device.is_cuda(), "tables.pinned: expected a CUDA device, got ",
+                    options.device);
+  const at::NoGradGuard no_grad;
+  const Tensor like = at::empty({0}, at::device(options.device).dtype(options.dtype));
+  const Tensor table = call("pinned_table", pinned_table, like, sizes_of(num_rows, width));
+  if (options.init != nullptr) {
+    options.init(table);
+  }
+  return table.requires_grad_();
 }
 
 void flush(const Tensor& table) {

@@ -1,6 +1,7 @@
 #pragma once
 
-// Class tables stored in files, for tables that do not fit into memory.
+// Class tables stored in files, for tables that do not fit into memory, and in memory of the host,
+// for those that do not fit into the memory of a GPU.
 
 #include <xsoftmax/options.h>
 #include <xsoftmax/static_samplers.h>
@@ -55,6 +56,18 @@ torch::Tensor open(const std::string& path, bool writable = true, bool recover =
 /// Returns a Linear layer that shares the memory of a table [N, D], and of a bias [N] if there is
 /// one. Use it as `linear` in the options of a loss.
 torch::nn::Linear linear(const torch::Tensor& weight, const torch::Tensor& bias = {});
+
+struct PinnedOptions {
+  torch::Dtype dtype = torch::kFloat32;
+  torch::Device device = torch::kCUDA; ///< the GPU that computes with the table
+  /// Fills the table in place, on the GPU, like the functions of torch::nn::init. Null: zeros.
+  std::function<void(torch::Tensor)> init = as_linear;
+};
+
+/// Returns a CUDA parameter [num_rows, width], or [num_rows] without a width, in page-locked memory
+/// of the host, for a table larger than the GPU's memory. See xsoftmax.tables.pinned in Python.
+torch::Tensor pinned(int64_t num_rows, std::optional<int64_t> width = std::nullopt,
+                     const PinnedOptions& options = {});
 
 /// Applies the pending updates of row optimizers to the table, and waits until the table and the
 /// optimizer state are on disk. Until the next step, the files are marked as complete.

@@ -171,6 +171,15 @@ TEST_F(Tables, SayWhatDoesNotFit) {
   EXPECT_THROW(tables::open(folder / "foreign"), c10::ValueError);
 }
 
+TEST_F(Tables, ThatArePinnedAreOfAGpu) {
+  EXPECT_THROW(tables::pinned(3, 4, {.device = torch::kCPU}), c10::ValueError);
+  if (torch::cuda::is_available()) {
+    const Tensor weight = tables::pinned(3, 4);
+    EXPECT_TRUE(weight.is_cuda() && weight.requires_grad() && weight.any().item<bool>());
+    EXPECT_FALSE(tables::pinned(3, std::nullopt, {.init = nullptr}).any().item<bool>());
+  }
+}
+
 TEST_F(Tables, AreMadeByBlocksThatTellHowFarTheyAre) {
   std::vector<int64_t> told;
   const Tensor bias =

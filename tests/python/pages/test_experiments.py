@@ -67,7 +67,8 @@ CASES = {
     "midx_ablation.ptb": LANGUAGE + "'20 midx, 8 codewords' '5 lsh'",
     "midx_ablation.time": "--classes 500 --repeats 1 --queries 20",
     "midx_items.beauty": "--rates .004 --only '64 private midx_pq'",
-    "midx_items.gru": "--rates .004 --only '64 private midx'"
+    "midx_items.gru": "--rates .004 --seeds 2 --only '64 private midx'", "midx_labels.generated":
+    "--scale .01 --samples 5 --lr .01 --seeds 2 --only full midx"
 }
 
 

@@ -1,0 +1,182 @@
+"""Compares samplers on examples with several labels: precision of models trained by the sampled
+softmax loss with several positives.
+
+    python benchmarks/sampled_labels.py --delicious delicious.arff --out out/delicious
+    python benchmarks/sampled_labels.py --generated --out out/generated    # the shape of EURLex-4K
+
+As in Chen et al. (2025), section 6.4, an example is the weighted sum of the embeddings of its
+sparse features, and has a row of 128 numbers; the samples are drawn for each example. A tenth of
+the training examples is for validation. For each sampler, the learning rate with the best P@1 on
+them after --search-epochs is trained for --epochs, with --seeds initial weights and orders of
+examples. The table shows means and standard errors on test examples. Finished runs are kept in
+--out and not repeated.
+"""
+
+import argparse
+import json
+import math
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from torch import Tensor, nn
+
+import xsoftmax as xs
+from extreme_data import SHAPES, delicious, float_rows, generated, split
+from records import add_json, report, table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
+
+from examples.common.losses import build_sampler
+from examples.common.report import mean_and_error
+
+BATCH, WIDTH, SHAPE = 128, 128, "eurlex-4k-like"
+METHODS = ("full", "uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx")
+
+
+@dataclass
+class Problem:
+    name: str
+    x: dict[str, sp.csr_matrix]  # "train", "valid", "test": features [n, F]
+    y: dict[str, sp.csr_matrix]  # labels [n, N]
+
+    @property
+    def classes(self) -> int:
+        return self.y["train"].shape[1]
+
+
+def load(args: argparse.Namespace) -> Problem:
+    """Returns the data set, with a tenth of its training examples for validation."""
+    if args.delicious:
+        name, parts = "Delicious", split(*delicious(Path(args.delicious)), seed=0)
+    else:
+        shape = (max(10, int(size * args.scale)) for size in SHAPES[SHAPE][:4])
+        name, parts = SHAPE, generated(*shape, *SHAPES[SHAPE][4:], seed=0)
+    parts = {part: [float_rows(matrix) for matrix in found] for part, found in parts.items()}
+    x, y = parts.pop("train")
+    order = np.random.default_rng(0).permutation(x.shape[0])
+    cut = x.shape[0] // 10
+    parts |= {"valid": [x[order[:cut]], y[order[:cut]]], "train": [x[order[cut:]], y[order[cut:]]]}
+    labelled = {part: np.diff(found[1].indptr) > 0 for part, found in parts.items()}
+    return Problem(name, *({part: found[i][labelled[part]]
+                            for part, found in parts.items()} for i in (0, 1)))
+
+
+class Model(nn.Module):
+    def __init__(self, problem: Problem, method: str, samples: int):
+        super().__init__()
+        features, classes = problem.x["train"].shape[1], problem.classes
+        self.embedding = nn.EmbeddingBag(features, WIDTH, mode="sum", sparse=True)
+        nn.init.normal_(self.embedding.weight, std=WIDTH**-0.5)
+        if method == "full":
+            self.loss: xs.LinearLoss = xs.LinearCrossEntropyLoss(WIDTH, classes, bias=True)
+            return
+        counts = torch.from_numpy(np.asarray(problem.y["train"].sum(0)).ravel()).long()
+        options = types.SimpleNamespace(codewords=32, refresh_every=100, distinct=None)
+        sampler = build_sampler(options, method, counts, WIDTH, samples, True, True)
+        self.loss = xs.SampledSoftmaxLoss(WIDTH, classes, sampler=sampler, bias=True)
+
+    def forward(self, x: sp.csr_matrix) -> Tensor:
+        return self.embedding(
+            torch.from_numpy(x.indices).long(),
+            torch.from_numpy(x.indptr[:-1]).long(), per_sample_weights=torch.from_numpy(x.data))
+
+
+def padded(y: sp.csr_matrix) -> Tensor:
+    """Returns the labels of each example, [n, most labels], padded with -100."""
+    counts = np.diff(y.indptr)
+    found = np.full((y.shape[0], counts.max()), -100, np.int64)
+    found[np.arange(found.shape[1]) < counts[:, None]] = y.indices
+    return torch.from_numpy(found)
+
+
+def fit(problem: Problem, method: str, lr: float, epochs: int, seed: int,
+        samples: int) -> dict[str, float]:
+    """Returns precisions after one run, with a cosine learning rate schedule."""
+    torch.manual_seed(seed)
+    model = Model(problem, method, samples)
+    optimizer = xs.optim.RowAdam(model.parameters(), lr=lr)
+    x, y = problem.x["train"], problem.y["train"]
+    steps, total = 0, epochs * math.ceil(x.shape[0] / BATCH)
+    for _ in range(epochs):
+        model.train()
+        for rows in np.array_split(torch.randperm(x.shape[0]).numpy(), total // epochs):
+            optimizer.param_groups[0]["lr"] = lr * (0.5 + 0.5 * math.cos(math.pi * steps / total))
+            optimizer.zero_grad(set_to_none=True)
+            model.loss(model(x[rows]), padded(y[rows])).backward()
+            optimizer.step()
+            steps += 1
+    optimizer.flush()
+    return {"valid": precisions(model, problem, "valid")["P@1"]} | precisions(model, problem, "test")
+
+
+@torch.no_grad()
+def precisions(model: Model, problem: Problem, part: str) -> dict[str, float]:
+    model.eval()
+    x, best = problem.x[part], min(5, problem.classes)
+    found = torch.cat([
+        model.loss.topk(model(x[begin:begin + 1000]), best)[1]
+        for begin in range(0, x.shape[0], 1000)
+    ])
+    return {
+        f"P@{k}": xs.metrics.precision_at_k(found, problem.y[part], k)
+        for k in (1, 3, 5) if k <= best
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--delicious", metavar="FILE")
+    source.add_argument("--generated", action="store_true")
+    parser.add_argument("--scale", type=float, default=1, help="of the generated set's sizes "
+                        "(default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=50, help="of each example (default: "
+                        "%(default)s)")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--search-epochs", type=int, default=5)
+    parser.add_argument("--lr", type=float, nargs="+", default=[0.001, 0.003, 0.01],
+                        help="learning rates to choose from (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--threads", type=int, default=1)
+    add_json(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    problem = load(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    def train(method: str, lr: float, epochs: int, seed: int = 1) -> dict[str, float]:
+        file = args.out / f"{method}-samples{args.samples}-lr{lr:g}-epochs{epochs}-seed{seed}.json"
+        if not file.is_file():
+            file.write_text(json.dumps(fit(problem, method, lr, epochs, seed, args.samples)))
+        return json.loads(file.read_text())
+
+    rows, full = [], None
+    for method in args.only:
+        lr = max(args.lr, key=lambda rate: train(method, rate, args.search_epochs)["valid"]) if len(
+            args.lr) > 1 else args.lr[0]
+        runs = [train(method, lr, args.epochs, seed) for seed in range(1, 1 + args.seeds)]
+        found = {name: [run[name] for run in runs] for name in runs[0] if name != "valid"}
+        full = found if method == "full" else full
+        rows.append({"sampler": method, "learning rate": f"{lr:g}"}
+                    | {name: mean_and_error(values) for name, values in found.items()}
+                    | ({f"{name} / full": f"{sum(values) / sum(full[name]):.3f}"
+                        for name, values in found.items()} if full else {}))
+    sizes = {
+        "data": problem.name, "training examples": f"{problem.x['train'].shape[0]:,}",
+        "features": f"{problem.x['train'].shape[1]:,}", "labels": f"{problem.classes:,}"
+    }
+    report(args, __doc__, question="How precise are models of many labels trained with samples?",
+           against="the exact softmax loss with several positives", threads=args.threads,
+           tables=[table(rows), table([sizes])])
+
+
+if __name__ == "__main__":
+    main()
