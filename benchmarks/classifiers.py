@@ -2,11 +2,14 @@
 sample, hierarchical softmax, and Vowpal Wabbit's trees.
 
     # features written by examples/image_classes/features.py
-    python benchmarks/classifiers.py --features features.pt --out out/omniglot
+    python benchmarks/classifiers.py --features features.pt --runs out/omniglot.jsonl
     # generated data: classes in clusters
-    python benchmarks/classifiers.py --gaussians 10000 --out out/gaussians
+    python benchmarks/classifiers.py --gaussians 10000 --runs out/gaussians.jsonl
     # the rarest label of each document
-    python benchmarks/classifiers.py --delicious delicious.arff --out out/delicious
+    python benchmarks/classifiers.py --delicious delicious.arff --runs out/delicious.jsonl
+    # a file in the format of LIBSVM, such as ALOI, or one of its shape
+    python benchmarks/classifiers.py --libsvm aloi.txt --runs out/aloi.jsonl
+    python benchmarks/classifiers.py --write-aloi-like aloi.txt
 
 As in Han et al. (2018), section 7.1, only the last layer is trained. For each method, the
 --finalists learning rates with the best validation accuracy after --search-epochs are trained for
@@ -15,8 +18,10 @@ rows. The table shows means and standard errors. Times are those of the long run
 seed, one after another on --threads threads; test time is the time to find the best class of all
 test rows. Coverage is the fraction of test targets among the candidates of the beam. "Edges as in
 the paper" means that edges are never balanced (BeamTreeLoss.balance). Finished runs are kept in
---out and not repeated. --vw-python names an interpreter with vowpalwabbit and numpy, to measure its
-methods on the same features; its times include parsing text.
+--runs and not repeated. --vw-python names an interpreter with vowpalwabbit and numpy, to measure
+its methods on the same features; its times include parsing text. Their learning rates, and the
+number of nodes and the swap resistance of LOMTree, are chosen in the same way, after one pass (the
+paper's appendix D).
 """
 
 import argparse
@@ -24,6 +29,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from dataclasses import dataclass
@@ -37,6 +43,7 @@ from torch import Tensor
 import xsoftmax as xs
 from extreme_data import read_delicious
 from records import add_json, plot, report, table
+from runs import Runs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 
@@ -44,6 +51,14 @@ from examples.common.report import mean_and_error
 
 BATCH = 100
 WIDE = 40
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is chosen by short runs: a learning rate, and Vowpal Wabbit's options."""
+
+    lr: float
+    options: str = ""
 
 
 @dataclass
@@ -107,6 +122,38 @@ def delicious(path: str, seed: int = 0) -> Problem:
                    {k: features[v]
                     for k, v in parts.items()}, {k: target[v]
                                                  for k, v in parts.items()})
+
+
+def write_aloi_like(path: Path, classes: int = 1000, views: int = 108, seed: int = 0) -> None:
+    """Writes rows of the shape of ALOI: histograms of 128 colours of objects, each seen in many
+    views, which move along two directions of the object's own."""
+    random = numpy.random.default_rng(seed)
+    with open(path, "w") as file:
+        for label in random.permutation(classes):
+            base = random.dirichlet(numpy.full(128, 0.1))
+            ways = 0.05 * random.standard_normal((2, 128)) * base**0.5
+            rows = base + random.standard_normal((views, 2)) @ ways
+            rows = numpy.clip(rows + 0.01 * random.standard_normal(rows.shape), 0, None)
+            for row in rows:
+                used = row.nonzero()[0]
+                file.write(f"{label} " + " ".join(f"{i + 1}:{row[i]:.5g}" for i in used) + "\n")
+
+
+def libsvm(path: str, seed: int = 0) -> Problem:
+    """Uses a tenth of the rows for test, as in the paper, and a tenth of the others for
+    validation."""
+    features, labels, classes = xs.datasets.read_libsvm(path)
+    x = torch.from_numpy(features.toarray()).float()
+    x /= x.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    y, n = torch.from_numpy(labels.indices).long(), len(x)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    test, valid, train = order.split([n // 10, n * 9 // 100, n - n // 10 - n * 9 // 100])
+    parts = {"train": train, "valid": valid, "test": test}
+    return Problem(
+        Path(path).name, len(classes), {k: x[v]
+                                        for k, v in parts.items()},
+        {k: y[v]
+         for k, v in parts.items()})
 
 
 def from_file(path: str) -> Problem:
@@ -197,9 +244,12 @@ def accuracy(loss: torch.nn.Module, problem: Problem, split: str) -> tuple[float
         five == target.unsqueeze(1)).any(1).double().mean().item(), seconds
 
 
-VOWPAL = {
-    "VW recall tree": "--recall_tree {classes}", "VW LOMTree": "--log_multi {classes}",
-    "VW filter tree": "--ect {classes}"
+# Nodes and swap resistance of LOMTree are those that its authors chose from.
+VOWPAL: dict[str, Callable[[int], list[str]]] = {
+    "VW recall tree": lambda classes: [f"--recall_tree {classes}"], "VW LOMTree": lambda classes: [
+        f"--log_multi {classes} --max_predictors {nodes * classes - 1} --swap_resistance {swaps}"
+        for nodes in (1, 4, 16, 64) for swaps in (4, 16, 64, 256)
+    ], "VW filter tree": lambda classes: [f"--ect {classes}"]
 }
 VOWPAL_PROGRAM = """
 import json, sys, time, numpy
@@ -231,23 +281,17 @@ print(json.dumps({"valid": valid, "test": test, "train_seconds": seconds,
 """
 
 
-def vowpal(problem: Problem, python: str, options: str, lr: float, epochs: int, out: Path) -> dict:
-    file = out / "problem.npz"
-    if not file.is_file():
-        numpy.savez(
-            file, **{
-                f"{split}_{part}": tensor.numpy()
-                for split in problem.x
-                for part, tensor in (("x", problem.x[split]), ("y", problem.y[split]))
-            })
-    command = [
-        python, "-c", VOWPAL_PROGRAM,
-        str(file),
-        options.format(classes=problem.classes),
-        str(lr),
-        str(epochs)
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+def vowpal(problem: Problem, python: str, options: str, lr: float, epochs: int) -> dict:
+    parts = {
+        f"{split}_{part}": tensor.numpy()
+        for split in problem.x
+        for part, tensor in (("x", problem.x[split]), ("y", problem.y[split]))
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "problem.npz"
+        numpy.savez(file, **parts)
+        command = [python, "-c", VOWPAL_PROGRAM, str(file), options, str(lr), str(epochs)]
+        done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command[:1] + command[3:])}: exit "
                          f"{done.returncode}\n{done.stderr[-2000:]}")
@@ -261,7 +305,9 @@ def main() -> None:
     source.add_argument("--features", metavar="FILE")
     source.add_argument("--gaussians", metavar="CLASSES", type=int)
     source.add_argument("--delicious", metavar="FILE")
-    parser.add_argument("--out", type=Path, required=True)
+    source.add_argument("--libsvm", metavar="FILE")
+    source.add_argument("--write-aloi-like", type=Path, metavar="FILE")
+    parser.add_argument("--runs", type=Path, help="file of the finished runs")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--search-epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, nargs="+", default=[0.003, 0.01, 0.03, 0.1],
@@ -283,51 +329,57 @@ def main() -> None:
     args = parser.parse_args()
     if args.seeds < 1:
         parser.error(f"--seeds: expected at least 1, got {args.seeds}")
+    if args.write_aloi_like:
+        return write_aloi_like(args.write_aloi_like)
+    if args.runs is None:
+        parser.error("--runs: expected a file for the finished runs")
     torch.set_num_threads(args.threads)
-    problem = gaussians(args.gaussians) if args.gaussians else delicious(
-        args.delicious) if args.delicious else from_file(args.features)
-    args.out.mkdir(parents=True, exist_ok=True)
-    about = json.dumps(
-        {"problem": problem.fingerprint(), "threads": args.threads, "vw passes": args.vw_epochs})
-    if (args.out / "problem.json").is_file() and (args.out / "problem.json").read_text() != about:
-        parser.error(f"--out: {args.out} holds runs of another problem, or with other --threads or "
-                     "--vw-epochs")
-    (args.out / "problem.json").write_text(about)
+    if args.gaussians:
+        problem = gaussians(args.gaussians)
+    elif args.delicious:
+        problem = delicious(args.delicious)
+    else:
+        problem = libsvm(args.libsvm) if args.libsvm else from_file(args.features)
+    runs = Runs(args.runs, [problem.name, f"{problem.fingerprint():08x}"])
 
-    def train(name: str, lr: float, epochs: int, seed: int = 0) -> dict:
-        file = args.out / (f"{name} lr {lr:g} epochs {epochs}" +
-                           (f" seed {seed}" if seed else "") + ".json").replace(",", "").replace(
-                               " ", "-")
-        if not file.is_file():
-            if name in VOWPAL:
-                found = vowpal(problem, args.vw_python, VOWPAL[name], lr, epochs, args.out)
-            else:
-                found = fit(problem, methods(problem, seed)[name], lr, epochs, seed)
-            file.write_text(json.dumps(found))
-        return json.loads(file.read_text())
+    def train(name: str, setting: Setting, epochs: int, seed: int = 0) -> dict:
+        words = [name, f"lr {setting.lr:g}", f"{epochs} epochs", f"seed {seed}", setting.options]
+        run = ", ".join(filter(None, words))
+        found = runs.get(run)
+        if found is not None:
+            return found
+        if setting.options:
+            return runs.add(run, vowpal(problem, args.vw_python, setting.options, setting.lr,
+                                        epochs))
+        return runs.add(run, fit(problem, methods(problem, seed)[name], setting.lr, epochs, seed))
 
     known = methods(problem)
     if args.vw_python:
-        known |= VOWPAL
+        known = known | dict.fromkeys(VOWPAL)
     unknown = set(args.only or []) - set(known)
     if unknown:
         parser.error(f"--only: expected some of {', '.join(known)}, got "
                      f"{', '.join(sorted(unknown))}")
     rows = []
     for name in args.only or known:
-        rates, epochs, seeds = (args.vw_lr, args.vw_epochs,
-                                1) if name in VOWPAL else (args.lr, args.epochs, args.seeds)
-        searched = {lr: train(name, lr, args.search_epochs) for lr in rates}
-        found = {
-            lr: train(name, lr, epochs)
-            for lr in sorted(rates, key=lambda rate: -searched[rate]["valid"])[:args.finalists]
-        }
-        lr = max(found, key=lambda rate: found[rate]["valid"])
-        several = [train(name, lr, epochs, seed) for seed in range(seeds)]
-        rows.append({"method": name, "learning rate": f"{lr:g}"} | found[lr]
+        if name in VOWPAL:
+            settings = [
+                Setting(lr, options) for options in VOWPAL[name](problem.classes)
+                for lr in args.vw_lr
+            ]
+            search, epochs, seeds = 1, args.vw_epochs, 1
+        else:
+            settings = [Setting(lr) for lr in args.lr]
+            search, epochs, seeds = args.search_epochs, args.epochs, args.seeds
+        searched = {one: train(name, one, search)["valid"] for one in settings}
+        finalists = sorted(settings, key=lambda one: -searched[one])[:args.finalists]
+        found = {one: train(name, one, epochs) for one in finalists}
+        best = max(found, key=lambda one: found[one]["valid"])
+        several = [train(name, best, epochs, seed) for seed in range(seeds)]
+        rows.append({"method": name, "learning rate": f"{best.lr:g}"} | found[best]
                     | {
                         part: [run[part] for run in several]
-                        for part in ("test", "top5", "coverage") if part in found[lr]
+                        for part in ("test", "top5", "coverage") if part in found[best]
                     })
     sizes = ", ".join(f"{len(problem.y[split]):,} rows to {verb}"
                       for split, verb in (("train", "train"), ("valid", "validate"), ("test",

@@ -5,7 +5,8 @@
     make experiments NAME=midx_words DATA=FOLDER BUDGET=60
 
 A study makes records, docs/experiments/STUDY.PART.json, with their plots. The same command goes on
-after an interruption, and repeats nothing that is finished in --out. --budget scales the numbers of
+after an interruption, and repeats no run that is in docs/experiments/runs/STUDY.PART.jsonl, so a
+study can move to another machine. --budget scales the numbers of
 epochs, so that the study takes about so many minutes on one core; the records then say so. Data
 sets are folders of --data (see docs/experiments/data.md); a part whose data is missing is left out
 with a message.
@@ -35,8 +36,9 @@ class Part:
         name: the record is STUDY.name.json.
         minutes: the time that all commands take without --budget, on one core.
         commands: programs of the repository, the last of which writes the record with --json.
-            {ptb} and the other names of DATA are paths, {out} is a folder for this part. {e:20}
-            is a number of epochs that --budget scales, {n:20} such a whole number, at least 1.
+            {ptb} and the other names of DATA are paths, {out} is a folder for this part, {runs} the
+            file of its finished runs. {e:20} is a number of epochs that --budget scales, {n:20}
+            such a whole number, at least 1.
     """
 
     name: str
@@ -59,23 +61,25 @@ class Study:
 
 
 CANE, MIDX = "Han et al. (2018)", "Chen et al. (2025)"
-CLASSIFIERS = ("benchmarks/classifiers.py --out {out} --threads 1 --seeds 3 --epochs {n:30} "
+CLASSIFIERS = ("benchmarks/classifiers.py --runs {runs} --threads 1 --seeds 3 --epochs {n:30} "
                "--search-epochs {n:3} ")
 LANGUAGE = "benchmarks/perplexity.py "
 SMALL = " -- --width 128 --layers 1 --dropout 0.2"
-TUNED = (" --data {ptb} --out {out} --epochs {e:8} --search-epochs {e:1} --seeds 3 --jobs 1" +
-         SMALL)
-NOVELS = " --data {novels} --out {out} --epochs {e:0.5} --rates .004 --jobs 1 --only "
+KEPT = "--out {out} --runs {runs} --jobs 1 "
+TUNED = " --data {ptb} " + KEPT + "--epochs {e:8} --search-epochs {e:1} --seeds 3" + SMALL
+NOVELS = " --data {novels} " + KEPT + "--epochs {e:0.5} --rates .004 --only "
 SHORT = SMALL + " --min-count 5 --eval-epochs {e:0.05} --eval-tokens 100000"
-ITEMS = ("benchmarks/recommend.py table --out {out} --epochs {e:20} --search-epochs {e:5} --seeds 3 "
-         "--jobs 1 --data ")
-LABELS = ("benchmarks/sampled_labels.py --out {out} --threads 1 --epochs {n:20} "
+ITEMS = ("benchmarks/recommend.py table " + KEPT + "--epochs {e:20} --search-epochs {e:5} "
+         "--seeds 3 --data ")
+LABELS = ("benchmarks/sampled_labels.py --runs {runs} --threads 1 --epochs {n:20} "
           "--search-epochs {n:5} ")
 
 STUDIES = {
     "cane_classes": Study(
         f"{CANE}, Tables 1 to 3, Figure 2", "Is CANE as accurate as the softmax over all classes?",
         (Part("delicious", 90, (CLASSIFIERS + "--delicious {delicious}",)),
+         Part("aloi_like", 60, ("benchmarks/classifiers.py --write-aloi-like {out}/aloi.txt",
+                                CLASSIFIERS + "--libsvm {out}/aloi.txt --lr 0.01 0.03 0.1 0.3")),
          Part("gaussians", 300,
               (CLASSIFIERS + "--gaussians 10000 --lr 0.003 0.01 0.03 --finalists 1",)),
          Part("omniglot", 240,
@@ -110,19 +114,20 @@ STUDIES = {
     "midx_ablation": Study(
         f"{MIDX}, Table 1, Figures 3, 6 and 7",
         "How do codewords, samples and refreshes change quality, and what does a sample cost?",
-        (Part("ptb", 500,
-              (LANGUAGE + "ablation --data {ptb} --out {out} --epochs {e:4} --rates .004 --jobs 1" +
-               SMALL,)), Part("time", 10, ("benchmarks/sampling_time.py --threads 1",)))),
+        (Part(
+            "ptb", 500,
+            (LANGUAGE + "ablation --data {ptb} " + KEPT + "--epochs {e:4} --rates .004" + SMALL,)),
+         Part("time", 10, ("benchmarks/sampling_time.py --threads 1",)))),
     "midx_items": Study(f"{MIDX}, Table 7",
                         "How close do recommenders trained with samples come to the softmax?",
                         (Part("beauty", 400, (ITEMS + "{beauty}",)),
                          Part("gowalla", 900,
                               (ITEMS + "{gowalla} -- --unordered --eval-epochs {e:2}",)),
                          Part("gru", 400, (ITEMS + "{beauty} -- --model gru4rec",)))),
-    "midx_labels": Study(
-        f"{MIDX}, Table 9", "How precise are models of many labels trained with samples?",
-        (Part("delicious", 60, (LABELS + "--delicious {delicious}",)),
-         Part("generated", 120, (LABELS + "--generated --samples 200",)))),
+    "midx_labels": Study(f"{MIDX}, Table 9",
+                         "How precise are models of many labels trained with samples?",
+                         (Part("delicious", 60, (LABELS + "--delicious {delicious}",)),
+                          Part("generated", 120, (LABELS + "--generated --samples 200",)))),
 }
 
 
@@ -156,7 +161,10 @@ def run(name: str, part: Part, scale: float, args: argparse.Namespace) -> str:
         return f"left out, since {args.data} has no {', '.join(absent)}"
     out = args.out / f"{name}.{part.name}" / f"{scale:.3g}"  # runs of another budget differ
     out.mkdir(parents=True, exist_ok=True)
-    places = {one: str(args.data / path) for one, path in DATA.items()} | {"out": str(out)}
+    places = {one: str(args.data / path)
+              for one, path in DATA.items()} | {
+                  "out": str(out), "runs": str(args.records / "runs" / f"{name}.{part.name}.jsonl")
+              }
     record = args.records / f"{name}.{part.name}.json"
     *before, last = (words(command, scale, places) for command in part.commands)
     for number, given in enumerate(before, 1):

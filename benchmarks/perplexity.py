@@ -122,12 +122,12 @@ def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
         test = [run["test_perplexity"] for run in several]
         row = {
             "method": name, "learning rate": f"{lr:g}",
-            "valid": mean_and_error([study.cost(run) for run in several], 1), "test": "unfinished"
+            "valid": mean_and_error([study.cost(run) for run in several],
+                                    1), "test": mean_and_error(test, 1)
         }
-        if all(test):
-            exact = statistics.mean(test) if name == "exact" else exact
-            row["test"] = mean_and_error(test, 1)
-            row["test / exact"] = f"{statistics.mean(test) / exact:.3f}" if exact else ""
+        exact = statistics.mean(test) if name == "exact" else exact
+        if exact:
+            row["test / exact"] = f"{statistics.mean(test) / exact:.3f}"
         if name in seconds:
             row["step"] = f"{1000 * seconds[name]:.0f} ms"
         rows.append(row)
@@ -175,8 +175,7 @@ def main() -> None:
                         "and --lr for its runs")
     args = parse(parser)
     study = Study("language_model", args, ["--min-count", "1", "--optimizer", "adam"],
-                  "test_perplexity", lambda run: run["points"][-1]["valid_perplexity"]
-                  if run["points"] else math.inf)
+                  lambda run: run["points"][-1]["valid_perplexity"] if run["points"] else math.inf)
     if args.study == "curve":
         rows = study.curve("validation perplexity / that of the exact loss")
     else:

@@ -43,25 +43,23 @@ def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
     rows = []
     full = {}
     for name, lr, several in study.long_runs(methods, LEARNING_RATES):
-        failed = [run.get("failed", "unfinished") for run in several
-                  if "failed" in run or run[study.figure] is None]
+        failed = [run["failed"] for run in several if "failed" in run]
         if failed:
             rows.append({"method": name, "NDCG@10": failed[0]})
             continue
         found = {figure: [run[f"test_{figure}"] for run in several] for figure in FIGURES}
         mean = {figure: statistics.mean(values) for figure, values in found.items()}
         full = mean if name == "full" else full
-        rows.append(
-            {
-                "method": name, "learning rate": f"{lr:g}",
-                "best epoch": f"{statistics.mean(run['best_epoch'] for run in several):.3g}"
-            }
-            | {figure: mean_and_error(values)
-               for figure, values in found.items()}
-            | {
-                f"{figure} / full": f"{value / full[figure]:.3f}"
-                for figure, value in mean.items() if full.get(figure)
-            })
+        rows.append({
+            "method": name, "learning rate": f"{lr:g}",
+            "best epoch": f"{statistics.mean(run['best_epoch'] for run in several):.3g}"
+        }
+                    | {figure: mean_and_error(values)
+                       for figure, values in found.items()}
+                    | {
+                        f"{figure} / full": f"{value / full[figure]:.3f}"
+                        for figure, value in mean.items() if full.get(figure)
+                    })
     return rows
 
 
@@ -70,8 +68,7 @@ def main() -> None:
     parser.add_argument("study", choices=["table", "curve"])
     args = parse(parser)
     study = Study(
-        "recommend", args, [], "test_NDCG@10",
-        lambda run: -max(point["valid_NDCG@10"] for point in run["points"])
+        "recommend", args, [], lambda run: -max(point["valid_NDCG@10"] for point in run["points"])
         if run["points"] else 0.0)
     if args.study == "curve":
         rows = study.curve("validation NDCG@10 / that of the exact loss")

@@ -1,19 +1,19 @@
 """Compares samplers on examples with several labels: precision of models trained by the sampled
 softmax loss with several positives.
 
-    python benchmarks/sampled_labels.py --delicious delicious.arff --out out/delicious
-    python benchmarks/sampled_labels.py --generated --out out/generated    # the shape of EURLex-4K
+    python benchmarks/sampled_labels.py --delicious delicious.arff --runs out/delicious.jsonl
+    # the shape of EURLex-4K
+    python benchmarks/sampled_labels.py --generated --runs out/generated.jsonl
 
 As in Chen et al. (2025), section 6.4, an example is the weighted sum of the embeddings of its
 sparse features, and has a row of 128 numbers; the samples are drawn for each example. A tenth of
 the training examples is for validation. For each sampler, the learning rate with the best P@1 on
 them after --search-epochs is trained for --epochs, with --seeds initial weights and orders of
 examples. The table shows means and standard errors on test examples. Finished runs are kept in
---out and not repeated.
+--runs and not repeated.
 """
 
 import argparse
-import json
 import math
 import sys
 import types
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import xsoftmax as xs
 from extreme_data import SHAPES, delicious, float_rows, generated, split
 from records import add_json, report, table
+from runs import Runs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 
@@ -62,8 +63,9 @@ def load(args: argparse.Namespace) -> Problem:
     cut = x.shape[0] // 10
     parts |= {"valid": [x[order[:cut]], y[order[:cut]]], "train": [x[order[cut:]], y[order[cut:]]]}
     labelled = {part: np.diff(found[1].indptr) > 0 for part, found in parts.items()}
-    return Problem(name, *({part: found[i][labelled[part]]
-                            for part, found in parts.items()} for i in (0, 1)))
+    return Problem(
+        name, *({part: found[i][labelled[part]]
+                 for part, found in parts.items()} for i in (0, 1)))
 
 
 class Model(nn.Module):
@@ -111,7 +113,8 @@ def fit(problem: Problem, method: str, lr: float, epochs: int, seed: int,
             optimizer.step()
             steps += 1
     optimizer.flush()
-    return {"valid": precisions(model, problem, "valid")["P@1"]} | precisions(model, problem, "test")
+    return {"valid": precisions(model, problem, "valid")["P@1"]} | precisions(
+        model, problem, "test")
 
 
 @torch.no_grad()
@@ -136,7 +139,7 @@ def main() -> None:
     source.add_argument("--generated", action="store_true")
     parser.add_argument("--scale", type=float, default=1, help="of the generated set's sizes "
                         "(default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, required=True, help="file of the finished runs")
     parser.add_argument("--samples", type=int, default=50, help="of each example (default: "
                         "%(default)s)")
     parser.add_argument("--epochs", type=int, default=20)
@@ -150,25 +153,26 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     problem = load(args)
-    args.out.mkdir(parents=True, exist_ok=True)
+    runs = Runs(args.runs, [problem.name, f"scale {args.scale:g}"])
 
     def train(method: str, lr: float, epochs: int, seed: int = 1) -> dict[str, float]:
-        file = args.out / f"{method}-samples{args.samples}-lr{lr:g}-epochs{epochs}-seed{seed}.json"
-        if not file.is_file():
-            file.write_text(json.dumps(fit(problem, method, lr, epochs, seed, args.samples)))
-        return json.loads(file.read_text())
+        run = f"{method}, {args.samples} samples, lr {lr:g}, {epochs} epochs, seed {seed}"
+        return runs.get(run) or runs.add(run, fit(problem, method, lr, epochs, seed, args.samples))
 
     rows, full = [], None
     for method in args.only:
         lr = max(args.lr, key=lambda rate: train(method, rate, args.search_epochs)["valid"]) if len(
             args.lr) > 1 else args.lr[0]
-        runs = [train(method, lr, args.epochs, seed) for seed in range(1, 1 + args.seeds)]
-        found = {name: [run[name] for run in runs] for name in runs[0] if name != "valid"}
+        several = [train(method, lr, args.epochs, seed) for seed in range(1, 1 + args.seeds)]
+        found = {name: [run[name] for run in several] for name in several[0] if name != "valid"}
         full = found if method == "full" else full
         rows.append({"sampler": method, "learning rate": f"{lr:g}"}
-                    | {name: mean_and_error(values) for name, values in found.items()}
-                    | ({f"{name} / full": f"{sum(values) / sum(full[name]):.3f}"
-                        for name, values in found.items()} if full else {}))
+                    | {name: mean_and_error(values)
+                       for name, values in found.items()}
+                    | ({
+                        f"{name} / full": f"{sum(values) / sum(full[name]):.3f}"
+                        for name, values in found.items()
+                    } if full else {}))
     sizes = {
         "data": problem.name, "training examples": f"{problem.x['train'].shape[0]:,}",
         "features": f"{problem.x['train'].shape[1]:,}", "labels": f"{problem.classes:,}"

@@ -5,6 +5,8 @@ import argparse
 import importlib
 import json
 import math
+import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,8 @@ from typing import Callable
 
 import torch
 
-from records import add_json, report, table
+from records import add_json, report, shown_words, table
+from runs import Runs
 from timing import interleave, machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,52 +85,44 @@ class Study:
         example: its name.
         args: the result of make_parser.
         common: options of all runs.
-        figure: a metric of finished runs, which is null in history.json until a run is finished.
         cost: computes from a run's metrics the value to minimise over learning rates.
     """
-    def __init__(self, example: str, args: argparse.Namespace, common: list[str], figure: str,
+    def __init__(self, example: str, args: argparse.Namespace, common: list[str],
                  cost: Callable[[dict], float]):
-        self.example, self.args, self.figure = example, args, figure
-        self.common = [
-            "--data", args.data, "--schedule", "cosine", "--threads",
-            str(args.threads), *common, *args.options
-        ]
+        self.example, self.args = example, args
+        common = ["--data", args.data, "--schedule", "cosine", *common, *args.options]
+        self.runs = Runs(args.runs or args.out / "runs.jsonl", shown_words(common))
+        self.common = ["--threads", str(args.threads), *common]
         self.cost = lambda run: math.inf if "failed" in run else cost(run)
 
     def train(self, name: str, method: list[str], lr: float, epochs: float, seed: int = 1) -> dict:
         """Returns the metrics of one run, after running or resuming it if necessary."""
-        name = f"{name.replace(',', '').replace(' ', '-')}-lr{lr:g}-epochs{epochs:g}"
-        name += f"-seed{seed}" if seed != 1 else ""
+        options = [*method, "--lr", str(lr), "--epochs", str(epochs), "--seed", str(seed)]
+        found = self.runs.get(shlex.join(options))
+        if found is not None:
+            return found
+        name = f"{name.replace(',', '').replace(' ', '-')}-lr{lr:g}-epochs{epochs:g}-seed{seed}"
         folder = self.args.out / name
-        checkpoint = folder / "checkpoint.pt"
-        history = folder / "history.json"
-        if not (history.is_file() and self.finished(history)):
-            command = [
-                sys.executable,
-                str(ROOT / "examples" / self.example / "train.py"), *self.common, *method, "--lr",
-                str(lr), "--epochs",
-                str(epochs), "--seed",
-                str(seed), "--output",
-                str(folder), "--checkpoint",
-                str(checkpoint), *(["--resume"] if checkpoint.is_file() else [])
-            ]
-            if not self.args.read_only:
-                folder.mkdir(parents=True, exist_ok=True)
-                with open(folder / "log.txt", "a") as log:
-                    code = subprocess.run(command, stdout=log, stderr=log).returncode
-                if code == DIVERGED:
-                    return {"failed": (folder / "log.txt").read_text().strip().splitlines()[-1]}
-                if code != 0:
-                    raise SystemExit(f"{' '.join(command)}: exit {code}, see {folder / 'log.txt'}")
-            elif not history.is_file():
-                return {"failed": "not run"}
-        if self.finished(history):  # delete tens of megabytes that are no longer needed
-            checkpoint.unlink(missing_ok=True)
-            (folder / "model.pt").unlink(missing_ok=True)
-        return json.loads(history.read_text())["runs"][0]
-
-    def finished(self, history: Path) -> bool:
-        return json.loads(history.read_text())["runs"][0][self.figure] is not None
+        checkpoint, log = folder / "checkpoint.pt", folder / "log.txt"
+        if self.args.read_only:
+            return {"failed": "not run"}
+        command = [
+            sys.executable,
+            str(ROOT / "examples" / self.example / "train.py"), *self.common, *options, "--output",
+            str(folder), "--checkpoint",
+            str(checkpoint), *(["--resume"] if checkpoint.is_file() else [])
+        ]
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(log, "a") as file:
+            code = subprocess.run(command, stdout=file, stderr=file).returncode
+        if code == DIVERGED:
+            found = {"failed": log.read_text().strip().splitlines()[-1]}
+        elif code != 0:
+            raise SystemExit(f"{' '.join(command)}: exit {code}, see {log}")
+        else:
+            found = json.loads((folder / "history.json").read_text())["runs"][0]
+        shutil.rmtree(folder)  # tens of megabytes that are no longer needed
+        return self.runs.add(shlex.join(options), found)
 
     def map(self, runs: list[tuple]) -> list[dict]:
         with ThreadPoolExecutor(self.args.jobs) as pool:
@@ -146,8 +141,9 @@ class Study:
         others = [(name, seed) for name in methods for seed in range(2, 1 + self.args.seeds)]
         runs = self.map([(name, methods[name], best[name][0], self.args.epochs, seed)
                          for name, seed in others])
-        return [(name, lr, [run, *(found for (known, _), found in zip(others, runs)
-                                   if known == name)]) for name, (lr, run) in best.items()]
+        return [(name, lr,
+                 [run, *(found for (known, _), found in zip(others, runs) if known == name)])
+                for name, (lr, run) in best.items()]
 
     def best_runs(self, methods: dict[str, list[str]],
                   rates: tuple[float, ...]) -> dict[str, tuple[float, dict]]:
@@ -267,6 +263,9 @@ def make_parser(description: str, example: str, epochs: int,
     parser.add_argument("--data", required=True, help=f"as in examples/{example}/train.py")
     parser.add_argument("--out", type=Path, required=True, help="a folder for the runs; kept "
                         "between calls")
+    parser.add_argument(
+        "--runs", type=Path, help="file of the finished runs, which are not repeated "
+        "(default: runs.jsonl in --out)")
     parser.add_argument("--epochs", type=float, default=epochs, help="epochs of long runs "
                         "(default: %(default)s)")
     parser.add_argument(

@@ -24,8 +24,8 @@ static at::Tensor pinned_table_cuda(const at::Tensor& like, at::IntArrayRef size
       cudaHostAlloc(&host, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
   if (error != cudaSuccess) {
     (void)cudaGetLastError(); // or the next launch would report it
-    TORCH_CHECK(false, "pinned_table: the host cannot lock ", bytes, " bytes of memory: ",
-                cudaGetErrorString(error));
+    TORCH_CHECK(false, "pinned_table: the host cannot lock ", bytes,
+                " bytes of memory: ", cudaGetErrorString(error));
   }
   const auto release = [host](void*) {
     // Kernels of any stream may still use the table. Errors are those of a process that ends.

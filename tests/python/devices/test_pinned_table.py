@@ -64,8 +64,9 @@ def test_losses_train_in_it():
         weight = make(torch.float32)
         with torch.no_grad():
             weight.copy_(torch.randn(N, D))
-        loss = xs.SampledSoftmaxLoss.from_linear(
-            xs.tables.linear(weight), sampler=xs.samplers.UniformSampler(), num_samples=20)
+        loss = xs.SampledSoftmaxLoss.from_linear(xs.tables.linear(weight),
+                                                 sampler=xs.samplers.UniformSampler(),
+                                                 num_samples=20)
         optimizer = xs.optim.RowAdagrad(loss.parameters(), lr=0.1)
         hidden, target = torch.randn(30, D).to(DEVICE), torch.randint(N, (30,)).to(DEVICE)
         for _ in range(3):

@@ -58,6 +58,7 @@ def run(data, tmp_path, *arguments):
 LANGUAGE = "--rates .004 --only "
 CASES = {
     "cane_classes.gaussians": "--gaussians 60 --lr .01 --seeds 1 --only softmax 'CANE 5v5'",
+    "cane_classes.aloi_like": "--lr .03 --seeds 1 --only softmax 'CANE 9v1'",
     "cane_words.ptb": LANGUAGE + "'CANE-40, half of them noises'", "cane_words.novels": LANGUAGE +
     "NCE-60", "midx_words.ptb": LANGUAGE + "'20 private midx, ranking'",
     "midx_words.transformer": LANGUAGE + "'20 private rff, ranking'",
@@ -67,8 +68,8 @@ CASES = {
     "midx_ablation.ptb": LANGUAGE + "'20 midx, 8 codewords' '5 lsh'",
     "midx_ablation.time": "--classes 500 --repeats 1 --queries 20",
     "midx_items.beauty": "--rates .004 --only '64 private midx_pq'",
-    "midx_items.gru": "--rates .004 --seeds 2 --only '64 private midx'", "midx_labels.generated":
-    "--scale .01 --samples 5 --lr .01 --seeds 2 --only full midx"
+    "midx_items.gru": "--rates .004 --seeds 2 --only '64 private midx'",
+    "midx_labels.generated": "--scale .01 --samples 5 --lr .01 --seeds 2 --only full midx"
 }
 
 

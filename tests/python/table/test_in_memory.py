@@ -73,7 +73,8 @@ def test_wrong_arguments_are_refused(arguments, options, error, message):
 
 
 def test_a_pinned_table_is_of_a_gpu():
-    with pytest.raises(ValueError, match="tables.pinned: expected device as a CUDA device, got cpu"):
+    with pytest.raises(ValueError,
+                       match="tables.pinned: expected device as a CUDA device, got cpu"):
         xs.tables.pinned(3, 2, device="cpu")
     with pytest.raises(TypeError, match="tables.pinned: expected dtype as .*, got torch.int64"):
         xs.tables.pinned(3, 2, torch.int64)
