@@ -288,7 +288,7 @@ bench: $(INSTALLED)
 
 experiments: $(INSTALLED)
 	python benchmarks/experiments.py $(NAME) $(if $(DATA),--data "$(DATA)") \
-	  $(if $(BUDGET),--budget "$(BUDGET)")
+	  $(if $(RIVALS),--rivals "$(RIVALS)") $(if $(BUDGET),--budget "$(BUDGET)")
 
 # --------------------------------------------------------------------------------------------- docs
 

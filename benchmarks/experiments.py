@@ -27,6 +27,9 @@ DATA = {
     "delicious": "delicious/delicious.arff", "omniglot": "omniglot"
 }
 
+# The option that names the interpreter of a rival, FOLDER/NAME/bin/python of --rivals.
+RIVALS = {"pecos": "--pecos-python", "omikuji": "--omikuji-python", "vw": "--vw-python"}
+
 
 @dataclass(frozen=True)
 class Part:
@@ -39,11 +42,15 @@ class Part:
             {ptb} and the other names of DATA are paths, {out} is a folder for this part, {runs} the
             file of its finished runs. {e:20} is a number of epochs that --budget scales, {n:20}
             such a whole number, at least 1.
+        rivals: other libraries that the last command measures, those of them that --rivals has.
+        needs: a rival without which there is no record.
     """
 
     name: str
     minutes: float
     commands: tuple[str, ...]
+    rivals: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
 
     def data(self) -> list[str]:
         return [name for name in DATA if any(f"{{{name}}}" in one for one in self.commands)]
@@ -61,6 +68,7 @@ class Study:
 
 
 CANE, MIDX = "Han et al. (2018)", "Chen et al. (2025)"
+PECOS, PARABEL = "Yu et al. (2022)", "Lu et al. (2019)"
 CLASSIFIERS = ("benchmarks/classifiers.py --runs {runs} --threads 1 --seeds 3 --epochs {n:30} "
                "--search-epochs {n:3} ")
 LANGUAGE = "benchmarks/perplexity.py "
@@ -77,7 +85,7 @@ LABELS = ("benchmarks/sampled_labels.py --runs {runs} --threads 1 --epochs {n:20
 STUDIES = {
     "cane_classes": Study(
         f"{CANE}, Tables 1 to 3, Figure 2", "Is CANE as accurate as the softmax over all classes?",
-        (Part("delicious", 90, (CLASSIFIERS + "--delicious {delicious}",)),
+        (Part("delicious", 90, (CLASSIFIERS + "--delicious {delicious}",), ("vw",)),
          Part("aloi_like", 60, ("benchmarks/classifiers.py --write-aloi-like {out}/aloi.txt",
                                 CLASSIFIERS + "--libsvm {out}/aloi.txt --lr 0.01 0.03 0.1 0.3")),
          Part("gaussians", 300,
@@ -128,6 +136,21 @@ STUDIES = {
                          "How precise are models of many labels trained with samples?",
                          (Part("delicious", 60, (LABELS + "--delicious {delicious}",)),
                           Part("generated", 120, (LABELS + "--generated --samples 200",)))),
+    "pecos_linear": Study(f"{PECOS}, Tables 3 to 5",
+                          "Is XR-Linear as precise as libpecos, and how fast?",
+                          (Part("three_sets", 40,
+                                ("benchmarks/extreme_labels.py --out {out} --delicious {delicious} "
+                                 "--gowalla {gowalla} --novels {novels}",), ("pecos", "omikuji"),
+                                ("pecos",)),)),
+    "pecos_ablation": Study(f"{PECOS}, Table 6 and section 3",
+                            "What do trees, children and settings by layer change?",
+                            (Part("settings", 15,
+                                  ("benchmarks/xr_linear_settings.py --delicious {delicious} "
+                                   "--gowalla {gowalla}",)),)),
+    "parallel_trees": Study(f"{PARABEL}, Table 2, Figures 2 and 3",
+                            "How much faster do threads make the training?",
+                            (Part("threads", 10,
+                                  ("benchmarks/xr_linear_threads.py --gowalla {gowalla}",)),)),
 }
 
 
@@ -145,8 +168,20 @@ def words(command: str, scale: float, places: dict[str, str]) -> list[str]:
     return given
 
 
-def missing(part: Part, data: Path) -> list[str]:
-    return [DATA[one] for one in part.data() if not (data / DATA[one]).exists()]
+def interpreter(rival: str, args: argparse.Namespace) -> Path | None:
+    """Returns the interpreter of a rival, if --rivals has it."""
+    found = args.rivals / rival / "bin/python" if args.rivals else None
+    return found if found and found.exists() else None
+
+
+def missing(part: Part, args: argparse.Namespace) -> str:
+    """Returns what is not there and where, or an empty text."""
+    data = [DATA[one] for one in part.data() if not (args.data / DATA[one]).exists()]
+    rivals = [one for one in part.needs if interpreter(one, args) is None]
+    return "; ".join([
+        *([f"{args.data} has no {', '.join(data)}"] if data else []),
+        *([f"--rivals has no environment {', '.join(rivals)}"] if rivals else [])
+    ])
 
 
 def call(given: list[str]) -> None:
@@ -157,8 +192,8 @@ def call(given: list[str]) -> None:
 
 def run(name: str, part: Part, scale: float, args: argparse.Namespace) -> str:
     """Makes a record with a fraction of the epochs. Returns what became of it."""
-    if absent := missing(part, args.data):
-        return f"left out, since {args.data} has no {', '.join(absent)}"
+    if absent := missing(part, args):
+        return f"left out, since {absent}"
     out = args.out / f"{name}.{part.name}" / f"{scale:.3g}"  # runs of another budget differ
     out.mkdir(parents=True, exist_ok=True)
     places = {one: str(args.data / path)
@@ -174,11 +209,16 @@ def run(name: str, part: Part, scale: float, args: argparse.Namespace) -> str:
             call([*given, *(["--resume"] if resume else [])])
             finished.touch()
     at = last.index("--") if "--" in last else len(last)  # the options of the examples follow "--"
-    call([*last[:at], *shlex.split(args.more), "--json", str(record), *last[at:]])
+    rivals = [
+        word for rival in part.rivals if (found := interpreter(rival, args))
+        for word in (RIVALS[rival], str(found))
+    ]
+    call([*last[:at], *rivals, *shlex.split(args.more), "--json", str(record), *last[at:]])
     found = json.loads(record.read_text())
     if not args.more:
         found["study"] = " ".join([
             f"make experiments NAME={name}", *(["DATA=FOLDER"] if part.data() else []),
+            *(["RIVALS=FOLDER"] if rivals else []),
             *([f"BUDGET={args.budget:g}"] if args.budget else [])
         ])
     if scale < 1 and any("{e:" in one or "{n:" in one for one in part.commands):
@@ -194,6 +234,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", help="some of the study's records; default: all")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the data sets "
                         "(default: %(default)s)")
+    parser.add_argument(
+        "--rivals", type=Path, help="folder with the virtual environments of other libraries: "
+        f"{', '.join(RIVALS)}")
     parser.add_argument("--budget", type=float, help="minutes for the study, on one core")
     parser.add_argument("--out", type=Path, default=Path("out/experiments"), help="folder of the "
                         "runs (default: %(default)s)")
@@ -205,6 +248,7 @@ def main() -> None:
     args = parser.parse_args()
     args.data, args.out, args.records = (path.absolute()
                                          for path in (args.data, args.out, args.records))
+    args.rivals = args.rivals and args.rivals.absolute()
     if args.budget is not None and args.budget <= 0:
         parser.error(f"--budget: expected minutes above 0, got {args.budget:g}")
     if args.name is None:
@@ -219,7 +263,7 @@ def main() -> None:
         parser.error(f"--parts: expected some of {', '.join(known)}, got "
                      f"{', '.join(sorted(unknown))}")
     parts = [part for part in study.parts if not args.parts or part.name in args.parts]
-    minutes = sum(part.minutes for part in parts if not missing(part, args.data))
+    minutes = sum(part.minutes for part in parts if not missing(part, args))
     scale = min(1.0, args.budget / max(minutes, args.budget)) if args.budget else 1.0
     for part in parts:
         print(f"{args.name}.{part.name}: {run(args.name, part, scale, args)}", flush=True)

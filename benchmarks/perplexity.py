@@ -24,8 +24,10 @@ example in all runs.
 """
 
 import math
+import re
 import statistics
 
+from records import plot
 from study import EXACT, MIDX, RANKING, Study, cane, chosen, make_parser, parse, sampled
 
 from examples.common.report import mean_and_error
@@ -110,10 +112,12 @@ ABLATION = {"exact": EXACT} | {
 }
 
 
-def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
+def table(study: Study, methods: dict[str, list[str]]) -> tuple[list[dict], dict]:
+    """Returns a row for each method, and a plot of the first seed's validation perplexity."""
     rows = []
     exact = None
     runs, seconds = study.long_runs(methods, LEARNING_RATES), study.step_times(methods)
+    whole = {name: several[0] for name, _, several in runs if "failed" not in several[0]}
     for name, lr, several in runs:
         failed = [run["failed"] for run in several if "failed" in run]
         if failed:
@@ -131,7 +135,24 @@ def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
         if name in seconds:
             row["step"] = f"{1000 * seconds[name]:.0f} ms"
         rows.append(row)
-    return rows
+    return rows, by_samples(study, whole) if study.args.study == "ablation" else by_epoch(whole)
+
+
+def by_epoch(runs: dict[str, dict]) -> dict:
+    return plot(
+        "epochs", "validation perplexity", {
+            name: [(point["epoch"], point["valid_perplexity"]) for point in run["points"]]
+            for name, run in runs.items()
+        }, "y")
+
+
+def by_samples(study: Study, runs: dict[str, dict]) -> dict:
+    """Plots methods that are called by a number of samples and a sampler."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for name, run in runs.items():
+        if found := re.fullmatch(r"(\d+) (\w+)", name):
+            curves.setdefault(found[2], []).append((int(found[1]), study.cost(run)))
+    return plot("samples of each query", "validation perplexity", curves, "xy")
 
 
 def reach(study: Study, methods: dict[str, list[str]]) -> list[dict]:
@@ -176,15 +197,17 @@ def main() -> None:
     args = parse(parser)
     study = Study("language_model", args, ["--min-count", "1", "--optimizer", "adam"],
                   lambda run: run["points"][-1]["valid_perplexity"] if run["points"] else math.inf)
+    found = {}
     if args.study == "curve":
         rows = study.curve("validation perplexity / that of the exact loss")
+    elif args.study == "reach":
+        rows = reach(study, chosen(parser, args, TABLE))
     else:
-        methods = chosen(parser, args, TABLES.get(args.study, TABLE))
-        rows = (reach if args.study == "reach" else table)(study, methods)
+        rows, found["plot"] = table(study, chosen(parser, args, TABLES[args.study]))
     study.show(rows, [
         "method", *map(str, args.sizes), "all", "learning rate", "step", "valid", "test",
         "test / exact", "valid / exact", "minutes to reach", "time / exact run"
-    ])
+    ], **found)
 
 
 if __name__ == "__main__":

@@ -217,14 +217,14 @@ class Study:
         }, *({"method": name} | {str(size): cell.get(f"{name} {size}", "")
                                  for size in args.sizes} for name in CURVES)]
 
-    def show(self, rows: list[dict], columns: list[str]) -> None:
-        """Reports the rows, without columns that no row has."""
+    def show(self, rows: list[dict], columns: list[str], **found) -> None:
+        """Reports the rows, without columns that no row has, and other results."""
         report(
             self.args, self.args.about, question="How close do sampled losses come to the "
             "exact loss?", against="the exact loss", threads=self.args.threads, tables=[
                 table(rows,
                       columns=[column for column in columns if any(column in row for row in rows)])
-            ], rows=rows)
+            ], rows=rows, **found)
 
 
 def plot(ratio: dict[str, float], seconds: dict[str, float], args: argparse.Namespace,
