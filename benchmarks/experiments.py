@@ -99,6 +99,8 @@ STUDIES = {
         f"{CANE}, section 7.2, Figure 3",
         "Does CANE train a language model better than NCE and BlackOut with as many words?",
         (Part("ptb", 600, (LANGUAGE + "cane" + TUNED,)),
+         Part("routed", 90,
+              (LANGUAGE + "routed --data {ptb} " + KEPT + "--epochs {e:3} --rates .004" + SMALL,)),
          Part("novels", 600,
               (LANGUAGE + "cane" + NOVELS + "'CANE-60, routed' 'CANE-60, half of them noises' "
                "NCE-60 BlackOut-60" + SHORT,)))),

@@ -3,9 +3,10 @@ loss.
 
     # each method with its best learning rate, long runs
     python benchmarks/perplexity.py table --data ptb --out out/ptb
-    # the same for CANE and its rivals, 40 to 80 candidates; for learned codebooks; for numbers of
-    # codewords and samples
+    # the same for CANE and its rivals, 40 to 80 candidates; for CANE with routed candidates; for
+    # learned codebooks; for numbers of codewords and samples
     python benchmarks/perplexity.py cane --data ptb --out out/ptb
+    python benchmarks/perplexity.py routed --data ptb --out out/ptb
     python benchmarks/perplexity.py learnable --data ptb --out out/ptb
     python benchmarks/perplexity.py ablation --data ptb --out out/ptb
     # perplexity against the time of a step, 20 to 2,000 classes
@@ -82,6 +83,24 @@ CANE |= {
     "CANE-60, bigram, midx noise": cane("bigram", 60, "--noise", "midx", *MIDX),
     "CANE-60, midx, unigram noise": cane("midx", 60, "--noise", "unigram", *MIDX),
 }
+
+# Where routed candidates fail, and what helps: subsets, candidates, noise, the bias of the output
+# layer, and edges that are balanced, for which the table must not be the embedding.
+ROUTED = {"exact": EXACT, "60 of 100 subsets": cane("routed", 60)} | {
+    f"60 of {count} subsets": cane("routed", 60, "--subsets", str(count))
+    for count in (3, 10, 30, 300)
+} | {f"{count} of 100 subsets": cane("routed", count)
+     for count in (20, 200)} | {
+         "60 of 100 subsets, unigram bias": cane("routed", 60, "--unigram-bias"),
+         "60 of 100 subsets, untied": cane("routed", 60, "--untied"),
+         "60 of 100 subsets, unigram noise": cane("routed", 60, "--noise", "unigram"),
+         "60 of 100 subsets, 20 noises": cane("routed", 60, "--noises", "20"),
+     } | {
+         f"60 of {count} subsets, 60 unigram noises in one denominator": cane(
+             "routed", 60, "--subsets", str(count), "--noises", "60", "--noise", "unigram",
+             "--noise-reduction", "log_of_mean")
+         for count in (10, 100)
+     }
 
 # Learned codebooks, with 20 private samples (Chen et al., 2025, Table 5).
 LEARNABLE = {"exact": EXACT} | {
@@ -187,7 +206,9 @@ def reach(study: Study, methods: dict[str, list[str]]) -> list[dict]:
     return rows
 
 
-TABLES = {"table": TABLE, "cane": CANE, "learnable": LEARNABLE, "ablation": ABLATION}
+TABLES = {
+    "table": TABLE, "cane": CANE, "routed": ROUTED, "learnable": LEARNABLE, "ablation": ABLATION
+}
 
 
 def main() -> None:

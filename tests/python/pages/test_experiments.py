@@ -59,10 +59,10 @@ LANGUAGE = "--rates .004 --only "
 CASES = {
     "cane_classes.gaussians": "--gaussians 60 --lr .01 --seeds 1 --only softmax 'CANE 5v5'",
     "cane_classes.aloi_like": "--lr .03 --seeds 1 --only softmax 'CANE 9v1'",
-    "cane_words.ptb": LANGUAGE + "'CANE-40, half of them noises'", "cane_words.novels": LANGUAGE +
-    "NCE-60", "midx_words.ptb": LANGUAGE + "'20 private midx, ranking'",
-    "midx_words.transformer": LANGUAGE + "'20 private rff, ranking'",
-    "midx_words.novels": LANGUAGE + "'20 private unigram, ranking'",
+    "cane_words.routed": LANGUAGE + "'60 of 3 subsets'", "cane_words.ptb": LANGUAGE +
+    "'CANE-40, half of them noises'", "cane_words.novels": LANGUAGE + "NCE-60",
+    "midx_words.ptb": LANGUAGE + "'20 private midx, ranking'", "midx_words.transformer": LANGUAGE +
+    "'20 private rff, ranking'", "midx_words.novels": LANGUAGE + "'20 private unigram, ranking'",
     "midx_distance.untrained": "--draws 2", "midx_distance.trained": "--draws 2",
     "midx_learnable.ptb": LANGUAGE + "'20 private midx_learnable'",
     "midx_ablation.ptb": LANGUAGE + "'20 midx, 8 codewords' '5 lsh'",
