@@ -16,6 +16,11 @@
 #                    format
 #   make sanitize    the C++ tests under AddressSanitizer and UBSan
 #   make wheel       dist/xsoftmax-*.whl for all Pythons, for the torch in .venv; make sdist
+#   make wheels      dist/wheels: a wheel for each of TORCH_VERSIONS, tested, with an index page;
+#                    with kernels too where nvcc is
+#   make release VERSION=1.2.3  checks versions and changelog, tests, builds wheels, sources and site,
+#                    writes checksums and lists of components, and makes the tag
+#   make docker      an image with torch for the CPU; make docker-cuda: with the CUDA kernels
 #   make test-wheel  installs that wheel into a new environment and tests it there; make test-sdist
 #   make aarch64     compiles and links the library for 64-bit ARM; fetches torch's wheel (0.4 GB)
 #   make cuda-check  compiles and links the CUDA kernels, refuses spilled registers; needs no GPU
@@ -31,8 +36,8 @@
 #
 # Variables: PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS (compilers and test
 # processes at once), PYTEST_ARGS, WHEEL (make demo: a wheel to install instead of a build), MINUTES
-# (limit of the measurements of make gpu), ORDERS (of threads: make cuda-emulate), and those of
-# .ci/cuda_check.
+# (limit of the measurements of make gpu), TORCH_VERSIONS (make wheels), ORDERS (of threads: make
+# cuda-emulate), and those of .ci/wheels and .ci/cuda_check.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -40,6 +45,7 @@ VENV ?= .venv
 JOBS ?= $(shell nproc)
 CUDA_ARCH ?= 90
 ORDERS ?= reverse 1 2 3
+TORCH_VERSIONS ?= 2.11 2.12 2.13 2.14 2.15
 PYTEST_ARGS ?=
 
 SHELL := /bin/bash
@@ -50,7 +56,8 @@ SHELL := /bin/bash
 .PHONY: cpp-tests
 .PHONY: tutorials sanitize demo bench experiments gpu cuda-check cuda-emulate cuda-emulate-brief cuda-page
 .PHONY: lint format clean gtest python-headers
-.PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
+.PHONY: docker docker-cuda
+.PHONY: wheel wheels release wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
 
 # A developer's own build must not stand in for the one under test.
 unexport XSOFTMAX_LIBRARY PYTHONPATH
@@ -125,6 +132,9 @@ endif
 
 # ----------------------------------------------------------------------------------------- packages
 
+# The time of the files in packages, so that two builds of a commit have the same bits.
+wheel wheels sdist release: export SOURCE_DATE_EPOCH := $(or $(SOURCE_DATE_EPOCH),$(shell git log -1 --format=%ct 2>/dev/null || echo 1700000000))
+
 # What a build of wheels needs in the Python that runs it: .venv, or a container's.
 wheel-tools:
 	python -m pip install -q "$(TORCH)"
@@ -136,6 +146,15 @@ wheel: $(READY) wheel-tools
 	CMAKE_ARGS="-DXSOFTMAX_TESTS=OFF -DXSOFTMAX_MANYLINUX=ON" \
 	  python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel .
 	.ci/repair_wheel build/wheel/xsoftmax-*.whl dist
+
+wheels:
+	PYTHON="$(PYTHON)" .ci/wheels $(TORCH_VERSIONS)
+
+# Checks first, so that nothing is built for a release that cannot be.
+release:
+	$(PYTHON) .ci/release.py "$(VERSION)" check
+	$(MAKE) lint test wheels sdist docs
+	build/lint-venv/bin/python .ci/release.py "$(VERSION)" finish
 
 test-wheel: wheel
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" tests/wheel/run dist/xsoftmax-*.whl
@@ -150,6 +169,15 @@ test-sdist: sdist wheel-tools
 	mkdir -p build/sdist
 	tar -xzf dist/xsoftmax-*.tar.gz -C build/sdist --strip-components=1
 	make -C build/sdist test-wheel VENV="$(abspath $(VENV))" READY="$(abspath $(READY))"
+
+# With docker or podman, whichever is there.
+ENGINE = $(or $(shell command -v docker podman 2>/dev/null | head -1),$(error make docker: expected docker or podman))
+docker:
+	$(ENGINE) build -t xsoftmax -f packaging/docker/Dockerfile .
+	$(ENGINE) run --rm xsoftmax examples/language_model/train.py --help >/dev/null
+
+docker-cuda:
+	$(ENGINE) build -t xsoftmax-cuda -f packaging/docker/Dockerfile.cuda .
 
 aarch64: $(READY)
 	command -v aarch64-linux-gnu-g++ >/dev/null \

@@ -1,12 +1,16 @@
 """Builds the native library with CMake and installs it, its headers and its CMake package inside
 the Python package."""
 
+import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -16,33 +20,59 @@ ROOT = Path(__file__).parent.resolve()
 PACKAGE = ROOT / "python_bindings" / "xsoftmax"
 
 
+@dataclass
+class Torch:
+    """The torch of this environment, which is not imported: a CUDA build of it cannot be without
+    NVIDIA's libraries, and a build of this package needs none of them."""
+
+    folder: Path
+    version: str
+    cuda: str
+
+    @property
+    def minor(self) -> str:
+        return ".".join(self.version.split(".")[:2])
+
+
+def find_torch() -> Optional[Torch]:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent
+    found = dict(
+        re.findall(r"^(__version__|cuda)\b.*? = '(.*)'$", (folder / "version.py").read_text(),
+                   re.M))
+    return Torch(folder, found["__version__"], found.get("cuda", ""))
+
+
+TORCH = find_torch()
+CMAKE_ARGS = shlex.split(os.environ.get("CMAKE_ARGS", ""))
+
+
 class BuildNative(build_py):
     """build_py, then CMake, which adds lib/libxsoftmax.so, include/ and share/cmake/xsoftmax/ to
     the package: in an editable install (pip install -e) beside the Python sources."""
     def run(self):
-        try:
-            import torch
-        except ImportError as error:
+        if TORCH is None:
             raise SystemExit("xsoftmax builds against the torch of this environment, and none is "
                              "installed: pip install torch, then "
-                             "pip install --no-build-isolation .") from error
+                             "pip install --no-build-isolation .")
         prefix, rpath = Path(self.build_lib).resolve() / "xsoftmax", "$ORIGIN/../../torch/lib"
         if self.editable_mode:
-            prefix, rpath = PACKAGE, Path(torch.__file__).parent / "lib"
+            prefix, rpath = PACKAGE, TORCH.folder / "lib"
         else:
             shutil.rmtree(prefix, ignore_errors=True)  # no wheel holds what an earlier build left
             super().run()
         # A build folder inside the checkout: a second build compiles only what changed.
         python = f"python-{sys.version_info.major}.{sys.version_info.minor}"
-        default = ROOT / "build" / f"{python}-torch-{torch.__version__}"
+        default = ROOT / "build" / f"{python}-torch-{TORCH.version}"
         build = Path(os.environ.get("XSOFTMAX_BUILD_DIR") or default)
         options = {
-            "CMAKE_PREFIX_PATH": torch.utils.cmake_prefix_path, "CMAKE_INSTALL_PREFIX": prefix,
+            "CMAKE_PREFIX_PATH": TORCH.folder / "share" / "cmake", "CMAKE_INSTALL_PREFIX": prefix,
             "XSOFTMAX_INSTALL_RPATH": rpath
         }
         self.cmake("-S", ROOT, "-B", build, "-G", "Ninja",
-                   *(f"-D{name}={value}" for name, value in options.items()),
-                   *shlex.split(os.environ.get("CMAKE_ARGS", "")))
+                   *(f"-D{name}={value}" for name, value in options.items()), *CMAKE_ARGS)
         # Stripped: the table of local symbols is a sixth of the library. The one in the build
         # folder keeps it, for profilers.
         self.cmake("--build", build, "--target", "install/strip")
@@ -63,14 +93,18 @@ class WheelForAllPythons(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-def torch_requirement():
+def torch_requirement() -> str:
     """A library goes with the minor release of torch that it was built against."""
-    try:
-        import torch
-    except ImportError:
-        return "torch>=2.11"
-    major, minor = torch.__version__.split(".")[:2]
-    return f"torch=={major}.{minor}.*"
+    return f"torch=={TORCH.minor}.*" if TORCH else "torch>=2.11"
+
+
+def local_version() -> str:
+    """Returns what a wheel's version says about its torch, such as +torch2.13.cpu; nothing for a
+    source distribution."""
+    if TORCH is None or "sdist" in sys.argv:
+        return ""
+    has_kernels = "-DXSOFTMAX_CUDA=ON" in CMAKE_ARGS
+    return f"+torch{TORCH.minor}." + (f"cu{TORCH.cuda.replace('.', '')}" if has_kernels else "cpu")
 
 
 class NativeDistribution(Distribution):
@@ -78,6 +112,7 @@ class NativeDistribution(Distribution):
         return True  # a platform wheel, though no module is a CPython extension
 
 
-setup(install_requires=[torch_requirement(), "numpy"],
+setup(install_requires=[torch_requirement(),
+                        "numpy"], options={"egg_info": {"tag_build": local_version()}},
       cmdclass={"bdist_wheel": WheelForAllPythons,
                 "build_py": BuildNative}, distclass=NativeDistribution)

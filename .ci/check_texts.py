@@ -111,6 +111,8 @@ def check_versions():
     (version,) = re.findall(r'^__version__ = "(.*)"$', (PACKAGE / "__init__.py").read_text(), re.M)
     if f'version: "{version}"\n' not in read("CITATION.cff"):
         yield f"CITATION.cff: expected version {version}, that of the package"
+    if f'  version: "{version}"\n' not in read("packaging/conda/recipe.yaml"):
+        yield f"packaging/conda/recipe.yaml: expected version {version}, that of the package"
     first = re.search(r"^## \[Unreleased\]\n\n.*?\b(\d+\.\d+\.\d+)\b|^## \[(\d+\.\d+\.\d+)\]",
                       read("CHANGELOG.md"), re.MULTILINE | re.DOTALL)
     if version not in first.groups():

@@ -1,0 +1,131 @@
+"""What `make release` does before and after the builds.
+
+    python .ci/release.py VERSION check     says what is not ready for a release
+    python .ci/release.py VERSION finish    dist/SHA256SUMS, a list of components (SBOM) beside each
+                                            wheel, and the tag vVERSION
+
+It does not publish anything: that is `git push origin vVERSION` and an upload of dist.
+"""
+
+import argparse
+import hashlib
+import re
+import subprocess
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+from typing import Iterator
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True,
+                          text=True).stdout.strip()
+
+
+def problems(version: str) -> Iterator[str]:
+    """Yields what is not ready for a release of this version."""
+    if not re.fullmatch(r"\d+\.\d+\.\d+", version):
+        yield f"VERSION: expected a version such as 1.2.3, got {version!r}"
+        return
+    if changed := git("status", "--porcelain"):
+        yield f"files that are not committed: {' '.join(changed.split()[1::2])}"
+    if (branch := git("rev-parse", "--abbrev-ref", "HEAD")) != "main":
+        yield f"expected the branch main, got {branch}"
+    if git("tag", "--list", f"v{version}"):
+        yield f"the tag v{version} exists"
+    for name, pattern in (("python_bindings/xsoftmax/__init__.py", r'^__version__ = "(.*)"$'),
+                          ("CITATION.cff", r'^version: "(.*)"$'),
+                          ("packaging/conda/recipe.yaml", r'^  version: "(.*)"$')):
+        found = re.search(pattern, (ROOT / name).read_text(), re.M)
+        if found is None or found[1] != version:
+            yield f"{name}: expected version {version}, got {found and found[1]}"
+    yield from changelog_problems((ROOT / "CHANGELOG.md").read_text(), version)
+
+
+def changelog_problems(text: str, version: str) -> Iterator[str]:
+    sections = dict(re.findall(r"^## (\[.*?\].*?)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+    dated = [title for title in sections if title.startswith(f"[{version}]")]
+    if not dated:
+        yield f"CHANGELOG.md: expected a section ## [{version}] - DATE"
+    elif not re.fullmatch(rf"\[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d", dated[0]):
+        yield f"CHANGELOG.md: expected ## [{version}] - DATE, got ## {dated[0]}"
+    elif "- " not in sections[dated[0]]:
+        yield f"CHANGELOG.md: the section of {version} is empty"
+    if "- " in sections.get("[Unreleased]", ""):
+        yield f"CHANGELOG.md: changes under [Unreleased] are not those of {version}"
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def components(wheel: Path) -> str:
+    """Returns the bill of materials of a wheel in the format of CycloneDX: its library, and the
+    packages that it requires."""
+    from cyclonedx.contrib.license.factories import LicenseFactory
+    from cyclonedx.model import HashAlgorithm, HashType, Property
+    from cyclonedx.model.bom import Bom
+    from cyclonedx.model.component import Component, ComponentType
+    from cyclonedx.output.json import JsonV1Dot5
+    from packageurl import PackageURL
+
+    def hashed(data: bytes) -> list[HashType]:
+        return [HashType(alg=HashAlgorithm.SHA_256, content=hashlib.sha256(data).hexdigest())]
+
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    (metadata,) = (name for name in files if name.endswith(".dist-info/METADATA"))
+    fields = Parser().parsestr(files[metadata].decode())
+    name, version = fields["Name"], fields["Version"]
+    package = Component(type=ComponentType.LIBRARY, name=name, version=version,
+                        purl=PackageURL("pypi", None, name, version),
+                        licenses=[LicenseFactory().make_from_string(fields["License-Expression"])],
+                        hashes=hashed(wheel.read_bytes()))
+    parts = [
+        Component(type=ComponentType.FILE, name=name, hashes=hashed(data))
+        for name, data in sorted(files.items()) if name.endswith(".so")
+    ]
+    for one in fields.get_all("Requires-Dist", []):
+        if "extra ==" not in one:
+            required, constraint = re.match(r"([\w.-]+)\s*(.*)", one).groups()
+            parts.append(
+                Component(type=ComponentType.LIBRARY, name=required,
+                          purl=PackageURL("pypi", None, required),
+                          properties=[Property(name="required", value=constraint or "any")]))
+    bom = Bom(components=parts)
+    bom.metadata.component = package
+    bom.register_dependency(package, parts)
+    return JsonV1Dot5(bom).output_as_string(indent=1)
+
+
+def finish(version: str) -> None:
+    dist = ROOT / "dist"
+    wheels = sorted((dist / "wheels/xsoftmax").glob(f"xsoftmax-{version}+*.whl"))
+    sources = dist / f"xsoftmax-{version}.tar.gz"
+    if not wheels or not sources.is_file():
+        raise SystemExit(f"{dist}: expected wheels and sources of {version}")
+    for wheel in wheels:
+        wheel.with_suffix(".cdx.json").write_text(components(wheel) + "\n")
+    packages = [sources, *wheels, *(wheel.with_suffix(".cdx.json") for wheel in wheels)]
+    (dist / "SHA256SUMS").write_text("".join(f"{sha256(path)}  {path.relative_to(dist)}\n"
+                                             for path in packages))
+    git("tag", "--annotate", f"v{version}", "--message", f"xsoftmax {version}")
+    print(f"{dist}: {len(packages)} files; tag v{version}, not pushed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("version")
+    parser.add_argument("step", choices=["check", "finish"])
+    args = parser.parse_args()
+    if found := list(problems(args.version)):
+        raise SystemExit("not ready for a release:\n" + "\n".join(f"- {one}" for one in found))
+    if args.step == "finish":
+        finish(args.version)
+
+
+if __name__ == "__main__":
+    main()
