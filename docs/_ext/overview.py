@@ -105,21 +105,21 @@ BENCHMARKS = [
 ]
 
 EXPERIMENTS = [
-    Headline("midx_language", "Perplexity, Penn Treebank: head 64 + 64 MIDX samples",
+    Headline("midx_words.ptb", "Perplexity, Penn Treebank: head 64 + 64 MIDX samples",
              "head 64 + 64 private midx, ranking", "test / exact", factor="as is"),
-    Headline("midx_language", "Perplexity, Penn Treebank: head 512 + 512 shared samples",
+    Headline("midx_words.ptb", "Perplexity, Penn Treebank: head 512 + 512 shared samples",
              "512 shared unigram, head 512", "test / exact", factor="as is"),
-    Headline("midx_language.novels", "Perplexity, novels: head 64 + 64 MIDX samples",
+    Headline("midx_words.novels", "Perplexity, novels: head 64 + 64 MIDX samples",
              "head 64 + 64 private midx, ranking", "test / exact", factor="as is"),
-    Headline("midx_language.novels", "Perplexity, novels: head 512 + 512 shared samples",
+    Headline("midx_words.novels", "Perplexity, novels: head 512 + 512 shared samples",
              "512 shared unigram, head 512", "test / exact", factor="as is"),
-    Headline("recommendation.gowalla", "NDCG@10, Gowalla: 64 MIDX samples", "64 private midx",
+    Headline("midx_items.gowalla", "NDCG@10, Gowalla: 64 MIDX samples", "64 private midx",
              "NDCG@10 / full", factor="as is"),
-    Headline("recommendation.gowalla", "NDCG@10, Gowalla: 512 shared samples by frequency",
+    Headline("midx_items.gowalla", "NDCG@10, Gowalla: 512 shared samples by frequency",
              "512 shared unigram", "NDCG@10 / full", factor="as is"),
-    Headline("cane_language", "Perplexity, Penn Treebank: CANE, 60 words, half of them noise",
+    Headline("cane_words.ptb", "Perplexity, Penn Treebank: CANE, 60 words, half of them noise",
              "CANE-60, half of them noises", "test / exact", factor="as is"),
-    Headline("cane_language", "Perplexity, Penn Treebank: NCE, 60 words", "NCE-60", "test / exact",
+    Headline("cane_words.ptb", "Perplexity, Penn Treebank: NCE, 60 words", "NCE-60", "test / exact",
              factor="as is"),
 ]
 

@@ -43,7 +43,7 @@ class BeamTreeLoss(TreeLoss):
         beam: the width of the beam search, at least Nc; also the default width of :meth:`topk` and
             :meth:`predict`. The best Nc of the classes found become the candidates. None: Nc, as in
             the paper. A beam two or four times as wide finds more of the best classes if the tree
-            fits them loosely (docs/experiments/classifiers.md).
+            fits them loosely (docs/experiments/cane_classes.md).
         noise_sampler: as in :class:`CaneLoss`; samplers that follow the class table are not
             supported.
         noise_reduction: "mean_of_logs" or "log_of_mean", as in :class:`CaneLoss`.
