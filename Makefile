@@ -20,7 +20,8 @@
 #                    with kernels too where nvcc is
 #   make release VERSION=1.2.3  checks versions and changelog, tests, builds wheels, sources and site,
 #                    writes checksums and lists of components, and makes the tag
-#   make docker      an image with torch for the CPU; make docker-cuda: with the CUDA kernels
+#   make docker      an image with torch, the library and the examples; make docker-cuda: with the
+#                    CUDA kernels
 #   make test-wheel  installs that wheel into a new environment and tests it there; make test-sdist
 #   make aarch64     compiles and links the library for 64-bit ARM; fetches torch's wheel (0.4 GB)
 #   make cuda-check  compiles and links the CUDA kernels, refuses spilled registers; needs no GPU
@@ -132,8 +133,8 @@ endif
 
 # ----------------------------------------------------------------------------------------- packages
 
-# The time of the files in packages, so that two builds of a commit have the same bits.
-wheel wheels sdist release: export SOURCE_DATE_EPOCH := $(or $(SOURCE_DATE_EPOCH),$(shell git log -1 --format=%ct 2>/dev/null || echo 1700000000))
+# The time of the files in wheels, so that two builds of a commit have the same bits.
+wheel wheels release: export SOURCE_DATE_EPOCH := $(or $(SOURCE_DATE_EPOCH),$(shell git log -1 --format=%ct 2>/dev/null || echo 1700000000))
 
 # What a build of wheels needs in the Python that runs it: .venv, or a container's.
 wheel-tools:
@@ -153,8 +154,9 @@ wheels:
 # Checks first, so that nothing is built for a release that cannot be.
 release:
 	$(PYTHON) .ci/release.py "$(VERSION)" check
+	rm -rf dist
 	$(MAKE) lint test wheels sdist docs
-	build/lint-venv/bin/python .ci/release.py "$(VERSION)" finish
+	build/lint-venv/bin/python .ci/release.py "$(VERSION)" finish $(TORCH_VERSIONS)
 
 test-wheel: wheel
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" tests/wheel/run dist/xsoftmax-*.whl

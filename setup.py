@@ -15,6 +15,7 @@ from typing import Optional
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.egg_info import egg_info
 
 ROOT = Path(__file__).parent.resolve()
 PACKAGE = ROOT / "python_bindings" / "xsoftmax"
@@ -22,8 +23,8 @@ PACKAGE = ROOT / "python_bindings" / "xsoftmax"
 
 @dataclass
 class Torch:
-    """The torch of this environment, which is not imported: a CUDA build of it cannot be without
-    NVIDIA's libraries, and a build of this package needs none of them."""
+    """The torch of this environment, as its files describe it. Importing a CUDA build of torch needs
+    NVIDIA's libraries, which a build of this package does not."""
 
     folder: Path
     version: str
@@ -47,6 +48,9 @@ def find_torch() -> Optional[Torch]:
 
 TORCH = find_torch()
 CMAKE_ARGS = shlex.split(os.environ.get("CMAKE_ARGS", ""))
+WITH_CUDA = any(
+    re.fullmatch(r"(-D)?XSOFTMAX_CUDA(:\w+)?=(ON|1|YES|TRUE|Y)", argument, re.IGNORECASE)
+    for argument in CMAKE_ARGS)
 
 
 class BuildNative(build_py):
@@ -69,7 +73,7 @@ class BuildNative(build_py):
         build = Path(os.environ.get("XSOFTMAX_BUILD_DIR") or default)
         options = {
             "CMAKE_PREFIX_PATH": TORCH.folder / "share" / "cmake", "CMAKE_INSTALL_PREFIX": prefix,
-            "XSOFTMAX_INSTALL_RPATH": rpath
+            "XSOFTMAX_INSTALL_RPATH": rpath, "XSOFTMAX_CUDA": "ON" if WITH_CUDA else "OFF"
         }
         self.cmake("-S", ROOT, "-B", build, "-G", "Ninja",
                    *(f"-D{name}={value}" for name, value in options.items()), *CMAKE_ARGS)
@@ -103,8 +107,15 @@ def local_version() -> str:
     source distribution."""
     if TORCH is None or "sdist" in sys.argv:
         return ""
-    has_kernels = "-DXSOFTMAX_CUDA=ON" in CMAKE_ARGS
-    return f"+torch{TORCH.minor}." + (f"cu{TORCH.cuda.replace('.', '')}" if has_kernels else "cpu")
+    return f"+torch{TORCH.minor}." + (f"cu{TORCH.cuda.replace('.', '')}" if WITH_CUDA else "cpu")
+
+
+class EggInfo(egg_info):
+    """egg_info, which adds the local version. A source distribution holds a setup.cfg that would
+    override an option of setup()."""
+    def finalize_options(self):
+        self.tag_build = local_version()
+        super().finalize_options()
 
 
 class NativeDistribution(Distribution):
@@ -112,7 +123,6 @@ class NativeDistribution(Distribution):
         return True  # a platform wheel, though no module is a CPython extension
 
 
-setup(install_requires=[torch_requirement(),
-                        "numpy"], options={"egg_info": {"tag_build": local_version()}},
-      cmdclass={"bdist_wheel": WheelForAllPythons,
-                "build_py": BuildNative}, distclass=NativeDistribution)
+setup(install_requires=[torch_requirement(), "numpy"],
+      cmdclass={"bdist_wheel": WheelForAllPythons, "build_py": BuildNative,
+                "egg_info": EggInfo}, distclass=NativeDistribution)

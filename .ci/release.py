@@ -1,8 +1,8 @@
 """What `make release` does before and after the builds.
 
-    python .ci/release.py VERSION check     says what is not ready for a release
-    python .ci/release.py VERSION finish    dist/SHA256SUMS, a list of components (SBOM) beside each
-                                            wheel, and the tag vVERSION
+    python .ci/release.py VERSION check                 says what is not ready for a release
+    python .ci/release.py VERSION finish 2.11 2.13 ...  dist/SHA256SUMS, a list of components (SBOM)
+                                                        beside each wheel, and the tag vVERSION
 
 It does not publish anything: that is `git push origin vVERSION` and an upload of dist.
 """
@@ -30,14 +30,14 @@ def problems(version: str) -> Iterator[str]:
         yield f"VERSION: expected a version such as 1.2.3, got {version!r}"
         return
     if changed := git("status", "--porcelain"):
-        yield f"files that are not committed: {' '.join(changed.split()[1::2])}"
+        yield f"files that are not committed:\n{changed}"
     if (branch := git("rev-parse", "--abbrev-ref", "HEAD")) != "main":
         yield f"expected the branch main, got {branch}"
     if git("tag", "--list", f"v{version}"):
         yield f"the tag v{version} exists"
     for name, pattern in (("python_bindings/xsoftmax/__init__.py", r'^__version__ = "(.*)"$'),
-                          ("CITATION.cff", r'^version: "(.*)"$'),
-                          ("packaging/conda/recipe.yaml", r'^  version: "(.*)"$')):
+                          ("CITATION.cff", r'^version: "(.*)"$'), ("packaging/conda/recipe.yaml",
+                                                                   r'^  version: "(.*)"$')):
         found = re.search(pattern, (ROOT / name).read_text(), re.M)
         if found is None or found[1] != version:
             yield f"{name}: expected version {version}, got {found and found[1]}"
@@ -100,12 +100,19 @@ def components(wheel: Path) -> str:
     return JsonV1Dot5(bom).output_as_string(indent=1)
 
 
-def finish(version: str) -> None:
+def finish(version: str, torch_versions: list[str]) -> None:
+    """Writes checksums and lists of components, and makes the tag, if there is a wheel for each of
+    the minor releases of torch."""
     dist = ROOT / "dist"
     wheels = sorted((dist / "wheels/xsoftmax").glob(f"xsoftmax-{version}+*.whl"))
     sources = dist / f"xsoftmax-{version}.tar.gz"
-    if not wheels or not sources.is_file():
-        raise SystemExit(f"{dist}: expected wheels and sources of {version}")
+    absent = [
+        minor for minor in torch_versions if not any(
+            wheel.name.startswith(f"xsoftmax-{version}+torch{minor}.cpu-") for wheel in wheels)
+    ]
+    if absent or not sources.is_file():
+        raise SystemExit(f"{dist}: expected {sources.name}, and wheels for torch "
+                         f"{', '.join(torch_versions)}; there is none for {', '.join(absent)}")
     for wheel in wheels:
         wheel.with_suffix(".cdx.json").write_text(components(wheel) + "\n")
     packages = [sources, *wheels, *(wheel.with_suffix(".cdx.json") for wheel in wheels)]
@@ -120,11 +127,13 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version")
     parser.add_argument("step", choices=["check", "finish"])
+    parser.add_argument("torch_versions", nargs="*", metavar="TORCH",
+                        help="minor releases of torch")
     args = parser.parse_args()
     if found := list(problems(args.version)):
         raise SystemExit("not ready for a release:\n" + "\n".join(f"- {one}" for one in found))
     if args.step == "finish":
-        finish(args.version)
+        finish(args.version, args.torch_versions)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
@@ -43,7 +42,7 @@ from torch import Tensor
 import xsoftmax as xs
 from extreme_data import read_delicious
 from records import add_json, plot, report, table
-from runs import Runs
+from runs import Runs, checksum
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 
@@ -67,13 +66,6 @@ class Problem:
     classes: int
     x: dict[str, Tensor]  # for "train", "valid", "test": float32 [n, D]
     y: dict[str, Tensor]  # int64 [n]
-
-    def fingerprint(self) -> int:
-        found = 0
-        for split in sorted(self.x):
-            for tensor in (self.x[split], self.y[split]):
-                found = zlib.crc32(tensor.contiguous().numpy(), found)
-        return found
 
     def means(self) -> Tensor:
         total = torch.zeros(self.classes,
@@ -143,6 +135,8 @@ def libsvm(path: str, seed: int = 0) -> Problem:
     """Uses a tenth of the rows for test, as in the paper, and a tenth of the others for
     validation."""
     features, labels, classes = xs.datasets.read_libsvm(path)
+    if (labels.indptr[1:] - labels.indptr[:-1] != 1).any():
+        raise SystemExit(f"{path}: expected one class in each row")
     x = torch.from_numpy(features.toarray()).float()
     x /= x.norm(dim=1, keepdim=True).clamp(min=1e-12)
     y, n = torch.from_numpy(labels.indices).long(), len(x)
@@ -334,17 +328,22 @@ def main() -> None:
     if args.runs is None:
         parser.error("--runs: expected a file for the finished runs")
     torch.set_num_threads(args.threads)
+    file = args.delicious or args.libsvm or args.features
     if args.gaussians:
         problem = gaussians(args.gaussians)
     elif args.delicious:
-        problem = delicious(args.delicious)
+        problem = delicious(file)
     else:
-        problem = libsvm(args.libsvm) if args.libsvm else from_file(args.features)
-    runs = Runs(args.runs, [problem.name, f"{problem.fingerprint():08x}"])
+        problem = libsvm(file) if args.libsvm else from_file(file)
+    # The name of generated data has all that it depends on.
+    runs = Runs(args.runs, [problem.name, *([checksum(file)] if file else [])], args.threads)
+
+    def name_of(name: str, setting: Setting, epochs: int, seed: int = 0) -> str:
+        words = [name, f"lr {setting.lr:g}", f"{epochs} epochs", f"seed {seed}", setting.options]
+        return ", ".join(filter(None, words))
 
     def train(name: str, setting: Setting, epochs: int, seed: int = 0) -> dict:
-        words = [name, f"lr {setting.lr:g}", f"{epochs} epochs", f"seed {seed}", setting.options]
-        run = ", ".join(filter(None, words))
+        run = name_of(name, setting, epochs, seed)
         found = runs.get(run)
         if found is not None:
             return found
@@ -376,7 +375,10 @@ def main() -> None:
         found = {one: train(name, one, epochs) for one in finalists}
         best = max(found, key=lambda one: found[one]["valid"])
         several = [train(name, best, epochs, seed) for seed in range(seeds)]
-        rows.append({"method": name, "learning rate": f"{best.lr:g}"} | found[best]
+        rows.append({
+            "method": name, "learning rate": f"{best.lr:g}", "here": runs.here(
+                name_of(name, best, epochs))
+        } | found[best]
                     | {
                         part: [run[part] for run in several]
                         for part in ("test", "top5", "coverage") if part in found[best]
@@ -391,9 +393,9 @@ def main() -> None:
 
     texts = [
         row | {
-            "accuracy %": percent(row, "test"), "top-5 %": percent(
-                row, "top5"), "coverage %": percent(row, "coverage"),
-            "training": f"{row['train_seconds']:.1f} s", "test": f"{row['test_seconds']:.2f} s"
+            "accuracy %": percent(row, "test"), "top-5 %": percent(row, "top5"),
+            "coverage %": percent(row, "coverage"), "training": f"{row['train_seconds']:.1f} s"
+            if row["here"] else "", "test": f"{row['test_seconds']:.2f} s" if row["here"] else ""
         } for row in rows
     ]
     curves = {row["method"]: list(enumerate(row["curve"], 1)) for row in rows if "curve" in row}
@@ -405,7 +407,7 @@ def main() -> None:
             table(texts, title, [
                 "method", "learning rate", "accuracy %", "top-5 %", "coverage %", "training", "test"
             ])
-        ], problem=problem.name, rows=rows,
+        ], problem=problem.name, rows=rows, runs=runs.about(),
         **({"plot": plot("epoch", "validation accuracy", curves)} if curves else {}))
 
 

@@ -5,11 +5,11 @@
     make experiments NAME=midx_words DATA=FOLDER BUDGET=60
 
 A study makes records, docs/experiments/STUDY.PART.json, with their plots. The same command goes on
-after an interruption, and repeats no run that is in docs/experiments/runs/STUDY.PART.jsonl, so a
-study can move to another machine. --budget scales the numbers of
-epochs, so that the study takes about so many minutes on one core; the records then say so. Data
-sets are folders of --data (see docs/experiments/data.md); a part whose data is missing is left out
-with a message.
+after an interruption. Studies of many trainings keep finished ones in
+docs/experiments/runs/STUDY.PART.jsonl and repeat none of them, also on another machine, except for
+Omniglot, whose features are trained first. --budget scales the numbers of epochs, so that the study
+takes about so many minutes on one core; the records then say so. Data sets are folders of --data
+(see docs/experiments/data.md); a part whose data is missing is left out with a message.
 """
 
 import argparse

@@ -49,14 +49,16 @@ def others() -> float:
 
 
 def commit() -> str:
-    """Returns the repository's commit, with + if tracked files were changed; "" without one."""
+    """Returns the repository's commit, with + if tracked files other than records were changed; ""
+    without one."""
     def git(*arguments: str) -> str:
         found = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True,
                                text=True)
         return found.stdout.strip() if found.returncode == 0 else ""
 
-    return git("rev-parse", "--short=12",
-               "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if git(
+        "status", "--porcelain", "--untracked-files=no", "--", ":/",
+        ":(top,exclude)docs/experiments", ":(top,exclude)docs/benchmarks") else "")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

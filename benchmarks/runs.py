@@ -3,6 +3,7 @@ interruption, on another machine or with other methods, and repeats nothing."""
 
 import json
 import threading
+import zlib
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -10,41 +11,61 @@ from records import commit
 from timing import machine
 
 
+def checksum(path: str | Path) -> str:
+    """Returns a checksum of a data file, for the options of its runs."""
+    return f"{zlib.crc32(Path(path).read_bytes()):08x}"
+
+
 class Runs:
     """Results by name. Each line of the file is the JSON object of one run: its name, the options
-    of its study, commit, date and processor, and what it found.
+    of its study, commit, date, processor and threads, and what it found.
 
     Args:
         path: the file; created with the first run.
         options: what a run depends on besides its name. Runs with other options are not seen.
+        threads: of the runs that are added.
     """
-    def __init__(self, path: Path, options: list[str]):
+    def __init__(self, path: Path, options: list[str], threads: int):
         self.path, self.options, self.lock = path, options, threading.Lock()
-        lines = path.read_text().splitlines() if path.is_file() else []
-        self.lines = {
-            run["run"]: run
-            for run in map(json.loads, lines) if run["options"] == options
-        }
+        self.machine = {"cpu": machine()["cpu"], "threads": threads}
+        self.used: set[str] = set()
+        text = path.read_text() if path.is_file() else ""
+        whole, newline, broken = text.rpartition("\n")
+        if broken:  # the process was killed while it wrote the last line
+            path.write_text(whole + newline)
+        runs = (json.loads(line) for line in whole.splitlines())
+        self.lines = {run["run"]: run for run in runs if run["options"] == options}
 
     def get(self, name: str) -> dict | None:
         """Returns what a run found, or None if it is not finished."""
-        return self.lines[name]["found"] if name in self.lines else None
+        if name not in self.lines:
+            return None
+        self.used.add(name)
+        return self.lines[name]["found"]
 
     def here(self, name: str) -> bool:
-        """Returns whether a run was made on a processor like this one, so that its times can be
-        compared with those of new runs."""
-        return name in self.lines and self.lines[name]["cpu"] == machine()["cpu"]
+        """Returns whether a run was made on a processor like this one with as many threads, so that
+        its times can be compared with those of new runs."""
+        line = self.lines[name]
+        return {key: line[key] for key in self.machine} == self.machine
 
     def add(self, name: str, found: dict) -> dict:
         """Keeps what a run found, and returns it."""
         line = {
             "run": name, "options": self.options, "commit": commit(),
-            "date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "cpu": machine()["cpu"],
-            "found": found
+            "date": f"{datetime.now(timezone.utc):%Y-%m-%d}", **self.machine, "found": found
         }
         with self.lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a") as file:
                 file.write(json.dumps(line) + "\n")
             self.lines[name] = line
+            self.used.add(name)
         return found
+
+    def about(self) -> dict:
+        """Returns where the runs that were used come from, for the record of a study."""
+        lines = [self.lines[name] for name in self.used]
+        return {key: sorted({line[key]
+                             for line in lines})
+                for key in ("commit", "date", "cpu")} | {"count": len(lines)}

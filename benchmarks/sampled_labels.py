@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import xsoftmax as xs
 from extreme_data import SHAPES, delicious, float_rows, generated, split
 from records import add_json, report, table
-from runs import Runs
+from runs import Runs, checksum
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 
@@ -153,7 +153,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     problem = load(args)
-    runs = Runs(args.runs, [problem.name, f"scale {args.scale:g}"])
+    source = checksum(args.delicious) if args.delicious else f"{SHAPES[SHAPE]} x {args.scale:g}"
+    runs = Runs(args.runs, [problem.name, source], args.threads)
 
     def train(method: str, lr: float, epochs: int, seed: int = 1) -> dict[str, float]:
         run = f"{method}, {args.samples} samples, lr {lr:g}, {epochs} epochs, seed {seed}"
@@ -179,7 +180,7 @@ def main() -> None:
     }
     report(args, __doc__, question="How precise are models of many labels trained with samples?",
            against="the exact softmax loss with several positives", threads=args.threads,
-           tables=[table(rows), table([sizes])])
+           tables=[table(rows), table([sizes])], runs=runs.about())
 
 
 if __name__ == "__main__":

@@ -91,13 +91,13 @@ class Study:
                  cost: Callable[[dict], float]):
         self.example, self.args = example, args
         common = ["--data", args.data, "--schedule", "cosine", *common, *args.options]
-        self.runs = Runs(args.runs or args.out / "runs.jsonl", shown_words(common))
+        self.runs = Runs(args.runs or args.out / "runs.jsonl", shown_words(common), args.threads)
         self.common = ["--threads", str(args.threads), *common]
         self.cost = lambda run: math.inf if "failed" in run else cost(run)
 
     def train(self, name: str, method: list[str], lr: float, epochs: float, seed: int = 1) -> dict:
         """Returns the metrics of one run, after running or resuming it if necessary."""
-        options = [*method, "--lr", str(lr), "--epochs", str(epochs), "--seed", str(seed)]
+        options = [*method, "--lr", f"{lr:g}", "--epochs", f"{epochs:g}", "--seed", str(seed)]
         found = self.runs.get(shlex.join(options))
         if found is not None:
             return found
@@ -121,8 +121,9 @@ class Study:
             raise SystemExit(f"{' '.join(command)}: exit {code}, see {log}")
         else:
             found = json.loads((folder / "history.json").read_text())["runs"][0]
+        self.runs.add(shlex.join(options), found)
         shutil.rmtree(folder)  # tens of megabytes that are no longer needed
-        return self.runs.add(shlex.join(options), found)
+        return found
 
     def map(self, runs: list[tuple]) -> list[dict]:
         with ThreadPoolExecutor(self.args.jobs) as pool:
@@ -224,7 +225,7 @@ class Study:
             "exact loss?", against="the exact loss", threads=self.args.threads, tables=[
                 table(rows,
                       columns=[column for column in columns if any(column in row for row in rows)])
-            ], rows=rows, **found)
+            ], rows=rows, runs=self.runs.about(), **found)
 
 
 def plot(ratio: dict[str, float], seconds: dict[str, float], args: argparse.Namespace,

@@ -114,9 +114,11 @@ torch::nn::Linear linear(const Tensor& weight, const Tensor& bias) {
 Tensor pinned(int64_t num_rows, std::optional<int64_t> width, const PinnedOptions& options) {
   TORCH_CHECK_VALUE(options.device.is_cuda(), "tables.pinned: expected a CUDA device, got ",
                     options.device);
+  TORCH_CHECK_TYPE(at::isFloatingType(options.dtype),
+                   "tables.pinned: expected a floating dtype, got ", options.dtype);
   const at::NoGradGuard no_grad;
   const Tensor like = at::empty({0}, at::device(options.device).dtype(options.dtype));
-  const Tensor table = call("pinned_table", pinned_table, like, sizes_of(num_rows, width));
+  const Tensor table = pinned_table(like, sizes_of(num_rows, width));
   if (options.init != nullptr) {
     options.init(table);
   }

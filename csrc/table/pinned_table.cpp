@@ -1,9 +1,11 @@
 #include "table/pinned_table.h"
 
 #include "cpu/memory.h"
+#include "op/find_op.h"
 #include "op/operators.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/safe_numerics.h>
 #include <torch/library.h>
 
@@ -27,6 +29,11 @@ static at::Tensor without_kernel(const at::Tensor& like, at::IntArrayRef sizes) 
   TORCH_CHECK(like.is_cpu() || like.is_meta(), "pinned_table: expected a build of the library for ",
               like.device(), ", got one without kernels for it");
   return table_zeros(sizes, like.options());
+}
+
+at::Tensor pinned_table(const at::Tensor& like, at::IntArrayRef sizes) {
+  static const auto op = find_op<decltype(without_kernel)>("xsoftmax::pinned_table");
+  return op.call(like, sizes);
 }
 
 XSOFTMAX_OPERATORS(m) { m.def("pinned_table(Tensor like, int[] sizes) -> Tensor"); }

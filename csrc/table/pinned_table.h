@@ -8,7 +8,7 @@ namespace xsoftmax {
 /// host, which kernels of the device address directly: a table larger than the device's memory. On
 /// a CPU these are zeros in huge pages.
 ///
-/// Errors: negative sizes, or more than 2^63 bytes; a CUDA tensor without a CUDA build; the host's
+/// Errors: negative sizes, or 2^63 bytes or more; a CUDA tensor without a CUDA build; the host's
 /// memory cannot be locked.
 at::Tensor pinned_table(const at::Tensor& like, at::IntArrayRef sizes);
 

@@ -11,8 +11,8 @@
 
 namespace xsoftmax {
 
-// Kernels read and write the rows over the bus. That is no slower than a copy to the device ahead
-// of the step, since each row is read once, and needs no second copy that could become stale.
+// Kernels read and write the rows over the bus. An embedding reads each row once, so a copy to the
+// device ahead of the step would move as much, and could become stale before it is used.
 static at::Tensor pinned_table_cuda(const at::Tensor& like, at::IntArrayRef sizes) {
   const size_t bytes = check_pinned_table(like, sizes);
   const c10::cuda::CUDAGuard guard(like.device());
@@ -27,10 +27,16 @@ static at::Tensor pinned_table_cuda(const at::Tensor& like, at::IntArrayRef size
     TORCH_CHECK(false, "pinned_table: the host cannot lock ", bytes,
                 " bytes of memory: ", cudaGetErrorString(error));
   }
-  const auto release = [host](void*) {
-    // Kernels of any stream may still use the table. Errors are those of a process that ends.
+  const auto release = [host, device = int(like.get_device())](void*) {
+    // Kernels of any stream of the device may still use the table. Errors are ignored: nothing can
+    // be done about them here, and the next launch must not report them.
+    int current = 0;
+    (void)cudaGetDevice(&current);
+    (void)cudaSetDevice(device);
     (void)cudaDeviceSynchronize();
     (void)cudaFreeHost(host);
+    (void)cudaSetDevice(current);
+    (void)cudaGetLastError();
   };
   if (cudaHostGetDevicePointer(&mapped, host, 0) != cudaSuccess) {
     (void)cudaGetLastError();

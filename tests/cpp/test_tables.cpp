@@ -171,9 +171,11 @@ TEST_F(Tables, SayWhatDoesNotFit) {
   EXPECT_THROW(tables::open(folder / "foreign"), c10::ValueError);
 }
 
-TEST_F(Tables, ThatArePinnedAreOfAGpu) {
+TEST_F(Tables, PinnedNeedsACudaDevice) {
   EXPECT_THROW(tables::pinned(3, 4, {.device = torch::kCPU}), c10::ValueError);
-  if (torch::cuda::is_available()) {
+  EXPECT_THROW(tables::pinned(3, 4, {.dtype = torch::kLong}), c10::TypeError);
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::pinned_table", "");
+  if (torch::cuda::is_available() && op.hasKernelForDispatchKey(c10::DispatchKey::CUDA)) {
     const Tensor weight = tables::pinned(3, 4);
     EXPECT_TRUE(weight.is_cuda() && weight.requires_grad() && weight.any().item<bool>());
     EXPECT_FALSE(tables::pinned(3, std::nullopt, {.init = nullptr}).any().item<bool>());

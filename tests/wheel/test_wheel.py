@@ -85,7 +85,7 @@ def test_the_wheel_has_all_sources_and_headers_and_nothing_else():
         assert f"xsoftmax-{VERSION}.dist-info/licenses/LICENSE" in names
 
 
-@pytest.mark.parametrize("minor", [10, 11, 12, 13, 14])
+@pytest.mark.parametrize("minor", range(10, 1 + sys.version_info.minor))
 def test_modules_parse_in_every_supported_python(minor):
     for path in PACKAGE.rglob("*.py"):
         ast.parse(path.read_text(), str(path), feature_version=(3, minor))
@@ -119,7 +119,7 @@ def test_another_torch_is_refused_in_one_line(version):
     assert last.startswith("ImportError: ")
     assert (f"was built for torch {MINOR}, but torch {version} is running: "
             f"pip install 'torch=={MINOR}.*'") in last
-    assert f"whose version ends in +torch{version[:4]}.cpu" in last
+    assert f"whose version has +torch{version[:4]}," in last
 
 
 def test_a_cmake_project_builds_on_the_installed_package(tmp_path):

@@ -25,8 +25,8 @@ def _load() -> Path:
     if built_minor and built_minor != minor:
         raise ImportError(f"xsoftmax: {library} was built for torch {built_minor}, but torch "
                           f"{torch.__version__} is running: pip install 'torch=={built_minor}.*', "
-                          f"or the wheel of xsoftmax whose version ends in +torch{minor}.cpu, or "
-                          "build it from its source: pip install --no-build-isolation .")
+                          f"or a wheel of xsoftmax whose version has +torch{minor}, or build it "
+                          "from its source: pip install --no-build-isolation .")
     try:
         torch.ops.load_library(str(library))
         # Values of XSOFTMAX_CPU, XSOFTMAX_PRODUCTS and XSOFTMAX_FLOAT32_PRODUCTS that this CPU does

@@ -44,7 +44,7 @@ def _check_dtype(owner: str, dtype: Any) -> None:
 
 
 def _initialised(table: Tensor, init: Optional[Callable[[Tensor], object]]) -> nn.Parameter:
-    """Returns a parameter of a table of zeros, filled by `init`."""
+    """Returns a parameter of a table, filled by `init` unless that is None."""
     if init is not None:
         with torch.no_grad():
             init(table)
@@ -82,8 +82,8 @@ def pinned(num_rows: int, width: Optional[int] = None, dtype: torch.dtype = torc
            init: Optional[Callable[[Tensor], object]] = as_linear) -> nn.Parameter:
     """Returns a CUDA parameter ``[num_rows, width]``, or ``[num_rows]`` without a width, whose
     memory is page-locked memory of the host: a table larger than the GPU's memory. Kernels address
-    it directly, so everything that takes a CUDA parameter takes this one, and a step moves only its
-    rows over the bus::
+    it directly, so losses, layers and optimizers take it like any CUDA parameter, and a step moves
+    only its rows over the bus::
 
         table = xs.tables.pinned(100_000_000, 64, torch.bfloat16)
         embedding = nn.Embedding(*table.shape, sparse=True, _weight=table)
@@ -92,7 +92,8 @@ def pinned(num_rows: int, width: Optional[int] = None, dtype: torch.dtype = torc
     The update runs on the GPU too. The state of row optimizers is in the GPU's memory: with
     ``RowAdagrad(row_wise=True)`` 4 bytes per row. Copies (``deepcopy``, ``.to(dtype)``,
     ``clone()``) are in the GPU's memory, like those of any CUDA tensor; ``.cpu()`` copies.
-    Operations on all rows, dense gradients among them, are as slow as the bus.
+    Operations on all rows, dense gradients among them, are as slow as the bus. Other processes
+    cannot map it (``torch.multiprocessing``).
 
     Args:
         num_rows, width: N and D.
@@ -102,7 +103,8 @@ def pinned(num_rows: int, width: Optional[int] = None, dtype: torch.dtype = torc
             like nn.Linear. None: zeros.
 
     Raises:
-        RuntimeError: this build has no CUDA, or the host cannot lock so much memory.
+        RuntimeError: there is no GPU, this build has no kernels for it, or the host cannot lock so
+            much memory.
         ValueError: the device is not a GPU.
     """
     name = "tables.pinned"
@@ -111,6 +113,8 @@ def pinned(num_rows: int, width: Optional[int] = None, dtype: torch.dtype = torc
     if torch.device(device).type != "cuda":
         raise ValueError(f"{name}: expected device as a CUDA device, got {device}; in_memory "
                          "allocates tables of the CPU")
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"{name}: expected a GPU, and torch finds none")
     like = torch.empty(0, dtype=dtype, device=device)
     return _initialised(torch.ops.xsoftmax.pinned_table(like, sizes), init)
 

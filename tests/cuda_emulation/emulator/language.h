@@ -376,6 +376,7 @@ inline cudaError_t cudaHostGetDevicePointer(void** mapped, void* host, unsigned)
 }
 inline cudaError_t cudaFreeHost(void* data) { return std::free(data), cudaSuccess; }
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "error"; }
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerMultiprocessor };

@@ -79,7 +79,7 @@ def test_a_tree_that_is_not_ready(release, tmp_path):
     release.git("checkout", "-q", "-b", "other")
     (tmp_path / "new").write_text("")
     assert list(release.problems("1.2.3")) == [
-        "files that are not committed: new", "expected the branch main, got other",
+        "files that are not committed:\n?? new", "expected the branch main, got other",
         "the tag v1.2.3 exists"
     ]
 
@@ -115,14 +115,17 @@ def test_finishing_writes_checksums_and_the_tag(release, tmp_path, monkeypatch):
     wheel = write_wheel(tmp_path / "dist/wheels/xsoftmax")
     (tmp_path / "dist/xsoftmax-1.2.3.tar.gz").write_bytes(b"sources")
     monkeypatch.setattr(release, "components", lambda wheel: "{}")
-    release.finish("1.2.3")
+    with pytest.raises(SystemExit, match="there is none for 2.12"):
+        release.finish("1.2.3", ["2.12", "2.13"])
+    assert not release.git("tag", "--list")
+    release.finish("1.2.3", ["2.13"])
     checked = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=tmp_path / "dist",
                              check=True, capture_output=True, text=True).stdout
     assert checked.count(": OK") == 3 and f"{wheel.name}: OK" in checked
     assert release.git("cat-file", "-t", "v1.2.3") == "tag"
 
 
-def test_pip_finds_wheels_by_the_index_page(tmp_path):
+def test_the_index_page_links_wheels_with_their_checksums(tmp_path):
     wheel = write_wheel(tmp_path / "xsoftmax")
     index = load("wheel_index")
     index.main(tmp_path)

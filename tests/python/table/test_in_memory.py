@@ -72,7 +72,7 @@ def test_wrong_arguments_are_refused(arguments, options, error, message):
         xs.tables.in_memory(*arguments, **options)
 
 
-def test_a_pinned_table_is_of_a_gpu():
+def test_pinned_refuses_other_devices_and_dtypes():
     with pytest.raises(ValueError,
                        match="tables.pinned: expected device as a CUDA device, got cpu"):
         xs.tables.pinned(3, 2, device="cpu")
