@@ -23,8 +23,8 @@ PACKAGE = ROOT / "python_bindings" / "xsoftmax"
 
 @dataclass
 class Torch:
-    """The torch of this environment, as its files describe it. Importing a CUDA build of torch needs
-    NVIDIA's libraries, which a build of this package does not."""
+    """The torch of this environment, as its files describe it. To import a CUDA build of torch takes
+    NVIDIA's libraries, which a build of this package does not need."""
 
     folder: Path
     version: str

@@ -152,6 +152,11 @@ def shown(record: dict, columns: list[str] | None = None, tables: list[int] | No
         parts.append(f"*Recorded {record['date']}, at commit {record['commit']}. Machine: "
                      f"{machine_name(record)}, "
                      f"of {machine['cores']} cores; torch {machine['torch']}.{busy}*")
+        if "runs" in record:
+            runs = record["runs"]
+            parts.append(
+                f"*{runs['count']} trainings of {runs['date'][0]} to {runs['date'][-1]}, at "
+                f"commits {', '.join(runs['commit'])}.*")
     for one in chosen:
         wanted = [name for name in columns if name in one["columns"]] if columns else one["columns"]
         at = [one["columns"].index(name) for name in wanted]
