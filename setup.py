@@ -23,7 +23,7 @@ PACKAGE = ROOT / "python_bindings" / "xsoftmax"
 
 @dataclass
 class Torch:
-    """The torch of this environment, as its files describe it. To import a CUDA build of torch takes
+    """The torch of this environment, from its own files. To import a CUDA build of torch takes
     NVIDIA's libraries, which a build of this package does not need."""
 
     folder: Path
