@@ -144,7 +144,7 @@ def main() -> None:
                         "%(default)s)")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--search-epochs", type=int, default=5)
-    parser.add_argument("--lr", type=float, nargs="+", default=[0.001, 0.003, 0.01],
+    parser.add_argument("--lr", type=float, nargs="+", default=[0.001, 0.003, 0.01, 0.03],
                         help="learning rates to choose from (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=METHODS, default=METHODS)
