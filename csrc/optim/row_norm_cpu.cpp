@@ -54,7 +54,9 @@ Tensor row_norm_cpu(const Tensor& rows, const Tensor& values, double norm_type) 
   const double norm = dispatch_floating(values.scalar_type(), [&](auto zero) {
     return norm_of_groups<decltype(zero)>(rows.contiguous(), values.contiguous(), norm_type);
   });
-  return at::scalar_tensor(norm, values.options().dtype(opmath_dtype(values.scalar_type())));
+  // A float32 norm beyond its range is infinite; scalar_tensor would refuse it.
+  return at::scalar_tensor(norm, values.options().dtype(at::kDouble))
+      .to(opmath_dtype(values.scalar_type()));
 }
 
 } // namespace

@@ -47,6 +47,14 @@ def test_row_norm_of_empty_infinite_and_nan_gradients(impl):
         assert ops.row_norm(rows, values, norm_type).isnan()
 
 
+@pytest.mark.parametrize("norm_type", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("impl", ["kernel", "reference"])
+def test_a_row_norm_beyond_float32_is_infinite(impl, norm_type):
+    ops.set_impl(impl)
+    values = torch.full((3, 4), -3e38)
+    assert ops.row_norm(torch.tensor([3, 1, 2]), values, norm_type) == float("inf")
+
+
 def mixed_gradients():
     """Returns two tables, a bias and two dense parameters, and their twins with dense gradients."""
     params = [
