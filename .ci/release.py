@@ -1,4 +1,4 @@
-"""What `make release` does before and after the builds.
+"""Checks a release before the builds of `make release`, and finishes it after them.
 
     python .ci/release.py VERSION check                 says what is not ready for a release
     python .ci/release.py VERSION finish 2.11 2.13 ...  dist/SHA256SUMS, a list of components (SBOM)

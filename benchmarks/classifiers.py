@@ -54,7 +54,7 @@ WIDE = 40
 
 @dataclass(frozen=True)
 class Setting:
-    """What is chosen by short runs: a learning rate, and Vowpal Wabbit's options."""
+    """Holds what short runs select: a learning rate, and options of Vowpal Wabbit."""
 
     lr: float
     options: str = ""

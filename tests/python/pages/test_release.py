@@ -1,4 +1,4 @@
-"""What `make release` checks and writes: .ci/release.py, .ci/wheel_index.py."""
+"""Tests the checks and the files of `make release`: .ci/release.py, .ci/wheel_index.py."""
 
 import importlib.util
 import json
