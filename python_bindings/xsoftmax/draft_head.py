@@ -61,7 +61,8 @@ class DraftHead(nn.Module):
             self._index = self._build()
         queries = hidden.reshape(-1, hidden.shape[-1]).to(weight)
         found = self._index.search(queries, self.k, None, self.max_cells)
-        return SearchResult(*(part.reshape(*hidden.shape[:-1], *part.shape[1:]) for part in found))
+        return SearchResult(*(part.reshape((*hidden.shape[:-1], *part.shape[1:]))
+                              for part in found))
 
 
 def draft_head(lm_head: nn.Linear, hidden: Tensor, k: int = 8, recall: float = 0.95) -> DraftHead:

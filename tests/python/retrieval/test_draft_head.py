@@ -35,6 +35,14 @@ def test_it_finds_the_share_that_was_asked_for(recall):
         assert draft.max_cells < draft.num_cells / 2
 
 
+def test_one_hidden_state_without_a_batch():
+    head, hidden = model()
+    draft = xs.draft_head(head, hidden[:700], k=5)
+    found, batch = draft(hidden[700]), draft(hidden[700:701])
+    assert found.ids.shape == found.scores.shape == (5,)
+    assert torch.equal(found.ids, batch.ids[0]) and torch.equal(found.scores, batch.scores[0])
+
+
 def test_changed_weights_are_measured_again():
     torch.manual_seed(0)
     head, hidden = model()
