@@ -256,8 +256,8 @@ def faults_of(graph, metadata):
         yield "an input that is written to"
 
 
-# Replaces the storage of tables without the dispatcher.
-OF_MEMORY = {"streaming_resize_"}
+# Replaces the storage of tables without the dispatcher; allocates memory that the device can read.
+OF_MEMORY = {"streaming_resize_", "pinned_table"}
 # The composite of a search reads every cell for any budget.
 OF_WHAT_IS_READ = {"search_budget", "search_topk"}
 
