@@ -54,6 +54,12 @@ class DraftHead(nn.Module):
         """Returns scores and ids of likely tokens, [*, k], best first, for hidden states [*, D]."""
         check_tensor("DraftHead", "hidden", hidden)
         weight, bias = self.lm_head.weight, self.lm_head.bias
+        if torch.compiler.is_exporting():
+            raise ValueError("DraftHead: expected the model's lm_head in torch.export, got a draft "
+                             "head: export torch.ops.xsoftmax.search_topk with the tensors of a "
+                             "SearchIndex")
+        if not hidden.is_floating_point():
+            raise TypeError(f"DraftHead: expected floating hidden, got {hidden.dtype}")
         if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
             raise ValueError(f"DraftHead: expected hidden of shape [*, {weight.shape[1]}], got "
                              f"{list(hidden.shape)}")
@@ -96,12 +102,14 @@ def draft_head(lm_head: nn.Linear, hidden: Tensor, k: int = 8, recall: float = 0
 
     Raises:
         TypeError: lm_head is no nn.Linear, or hidden no tensor.
-        ValueError: hidden has another shape, too few rows, or a value that is not finite; or k or
-            recall is out of range.
+        ValueError: hidden has another shape, too few rows, or a value that is not finite; k or
+            recall is out of range; or lm_head is on the meta device.
     """
     name = "draft_head"
     if not isinstance(lm_head, nn.Linear):
         raise TypeError(f"{name}: expected lm_head as nn.Linear, got {type(lm_head).__name__}")
+    if lm_head.weight.is_meta:
+        raise ValueError(f"{name}: expected lm_head with values, got one on {lm_head.weight.device}")
     check_tensor(name, "hidden", hidden)
     if not hidden.is_floating_point():
         raise TypeError(f"{name}: expected floating hidden, got {hidden.dtype}")

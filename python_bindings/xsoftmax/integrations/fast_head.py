@@ -18,7 +18,7 @@ from .logits import UnsupportedHeadError
 _REMOVE_ENDS = (logits_process.MinLengthLogitsProcessor,
                 logits_process.MinNewTokensLengthLogitsProcessor)
 _SHORT = (torch.bfloat16, torch.float16)
-_MARGIN = 8  # extra tokens, since 16-bit logits are often equal
+_MARGIN, _SHORT_MARGIN = 1, 8  # extra tokens that show ties; 16-bit logits are often equal
 _STATES = 512  # hidden states after which the index is built again for them
 _NUCLEUS = 256  # tokens among which a sample is proved to be in top_p
 
@@ -46,8 +46,8 @@ class FastHead:
         k: the largest ``top_k`` of sampling that is read from the index.
         fast_steps, dense_steps: the numbers of hidden states, one per sequence and step, whose
             tokens came from the index, and for which all tokens were scored. The latter include the
-            prompt's where the model scores all of its positions. Calls of ``generate`` that always
-            need all scores are not counted.
+            prompt's where the model scores all of its positions, and those of calls outside of
+            ``generate``, but not those of a compiled model.
         cells_read: the number of cells of the index that the fast steps read, out of
             ``fast_steps * num_cells``.
         num_cells: the number of cells of the index.
@@ -57,16 +57,18 @@ class FastHead:
         self.fast_steps = self.dense_steps = self.cells_read = self.num_cells = 0
         self._calls: Dict[int, _Call] = {}  # by thread
         self._index: Optional[SearchIndex] = None
+        self._sums: Optional[List[Tensor]] = None  # of the table, when it was last compared
+        self._is_finite = True
         self._states: List[Tensor] = []  # the first hidden states since the index was built
         self._num_states = 0
-        self._lock = threading.Lock()  # of the index and the states
+        self._lock = threading.RLock()  # of the index, the states and the counts
 
     def __getstate__(self) -> Dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         vars(self).update(state)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def index(self) -> SearchIndex:
         """Returns the index of the current weights; builds it if they have changed, and a second
@@ -74,12 +76,31 @@ class FastHead:
         weight, bias = self.linear.weight, self.linear.bias
         with self._lock:
             if self._index is None or not self._index._is_current(weight, bias):
+                self._sums = _sums_of(self.linear)
                 self._index, self._states, self._num_states = SearchIndex(weight, bias), [], 0
             elif self._states and self._num_states >= _STATES:
                 states, self._states = torch.cat(self._states), []
                 self._index = SearchIndex(weight, bias, queries=states)
             self.num_cells = self._index.num_cells
             return self._index
+
+    def _is_searchable(self) -> bool:
+        """Returns whether all weights are finite. Notices writes that PyTorch does not count, such
+        as those through ``.data``."""
+        sums = _sums_of(self.linear)
+        with self._lock:
+            if self._sums is None or not all(map(torch.equal, sums, self._sums)):
+                self._index, self._sums = None, sums
+                self._is_finite = all(bool(part.isfinite().all())
+                                      for part in (self.linear.weight, self.linear.bias)
+                                      if part is not None)
+            return self._is_finite
+
+    def _count(self, fast: int, dense: int, cells: int = 0) -> None:
+        with self._lock:
+            self.fast_steps += fast
+            self.dense_steps += dense
+            self.cells_read += cells
 
     def _keep_states(self, queries: Tensor) -> None:
         with self._lock:
@@ -90,16 +111,16 @@ class FastHead:
     def answer(self, hidden: Tensor, score_all: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns the logits [*, N] of hidden states [*, D]: -inf except for the best tokens, or,
         if a step needs the others too, all of them by ``score_all``."""
-        call = None if torch.compiler.is_compiling() else self._calls.get(threading.get_ident())
-        if call is None:
+        if torch.compiler.is_compiling():
             return score_all(hidden)
+        call = self._calls.get(threading.get_ident())
         queries = hidden.reshape(-1, hidden.shape[-1])
-        found = self._search(call, hidden, queries)
+        found = None if call is None else self._search(call, hidden, queries)
         if found is not None:
             return found.reshape(*hidden.shape[:-1], -1)
-        self.dense_steps += len(queries)
+        self._count(0, len(queries))
         logits = score_all(hidden)
-        if not call.is_checked:
+        if call is not None and not call.is_checked:
             call.first_logits = logits.detach()
         return logits
 
@@ -121,12 +142,11 @@ class FastHead:
         ids = found.ids[0] if len(queries) == 1 else found.ids.unique()
         bias = None if self.linear.bias is None else self.linear.bias.index_select(0, ids)
         scores = nn.functional.linear(queries, self.linear.weight.index_select(0, ids), bias)
-        if scores.dtype in _SHORT:  # the last of the found tokens may equal one that is needed
+        if call.depth > call.wanted:  # another token may equal the last one that is needed
             best = scores.topk(call.depth, sorted=True).values
             if (best[:, -1] >= best[:, call.wanted - 1]).any():
                 return None
-        self.fast_steps += len(queries)
-        self.cells_read += int(found.cells_read.sum())
+        self._count(len(queries), 0, int(found.cells_read.sum()))
         logits = scores.new_full((len(queries), self.linear.out_features), -torch.inf)
         return logits.index_copy_(1, ids, scores)
 
@@ -154,8 +174,7 @@ class FastHead:
         self._keep_states(queries)
         if call.top_p < 1 and not self._are_in_nucleus(call, queries, ids):
             return None
-        self.fast_steps += len(queries)
-        self.cells_read += int(cells_read.sum())
+        self._count(len(queries), 0, int(cells_read.sum()))
         logits = queries.new_full(noise.shape, -torch.inf)
         return logits.scatter_(1, ids[:, None], 0.0)
 
@@ -200,7 +219,7 @@ class FastHead:
         if (config.num_beams or 1) > 1 or has_scores:
             return
         call = self._plan(config, processors)
-        if call is not None:
+        if call is not None and self._is_searchable():
             self._calls[threading.get_ident()] = call
 
     def _plan(self, config: Any, processors: List[Any]) -> Optional[_Call]:
@@ -212,7 +231,7 @@ class FastHead:
             if kind is logits_process.TopKLogitsWarper and top_p == 1:
                 # Processors that follow see the same -inf as with all logits.
                 wanted += processor.top_k - 1
-                margin = _MARGIN if is_short else 0
+                margin = _SHORT_MARGIN if is_short else _MARGIN
                 return _Call(wanted, wanted + margin) if processor.top_k <= self.k else None
             if kind in _REMOVE_ENDS:
                 wanted += processor.eos_token_id.numel()
@@ -224,7 +243,7 @@ class FastHead:
             else:
                 return None
         if not config.do_sample:
-            return _Call(wanted, wanted + (_MARGIN if is_short else 0))
+            return _Call(wanted, wanted + (_SHORT_MARGIN if is_short else 0))
         # A sample from all tokens: in 16 bits, rounding decides between many of them.
         if has_ends or self.linear.weight.dtype != torch.float32 or not (
                 self.linear.weight.device.type == "cpu"):
@@ -243,6 +262,16 @@ class _Check(logits_process.LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.head.check(scores)
         return scores
+
+
+def _sums_of(linear: nn.Linear) -> List[Tensor]:
+    """Returns a sum of the bits of each row, and a copy of the bias, to notice changes: in about
+    the time of one hidden state's logits."""
+    bits = linear.weight.detach().contiguous()
+    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    is_wide = bits.shape[1] * bits.itemsize % 8 == 0  # eight bytes at once
+    sums = bits.view(torch.int64 if is_wide else sizes[bits.itemsize]).sum(1)
+    return [sums] if linear.bias is None else [sums, linear.bias.detach().clone()]
 
 
 class _FastLinear:
@@ -265,7 +294,11 @@ class _FastModel:
         """The loop of these two modes in ``generate``. Other modes do not call it."""
         head = self._fast_head
         processors, config = kwargs.get("logits_processor"), kwargs.get("generation_config")
-        if processors is not None and config is not None:
+        if self.get_output_embeddings() is not head.linear:  # type: ignore[attr-defined]
+            warnings.warn(
+                "fast_head: the model has another head since, so all tokens are scored: call "
+                "slow_head, then fast_head again", stacklevel=2)
+        elif processors is not None and config is not None:
             head.begin_call(config, processors)
             kwargs["logits_processor"] = logits_process.LogitsProcessorList(
                 [_Check(head), *processors])
@@ -293,7 +326,8 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
     found as in :meth:`xsoftmax.LinearLoss.search`, which proves that no other token scores higher.
     A sample from all tokens is the one with the largest sum of logit and Gumbel noise, and is found
     in the same way. The tokens, and with the same random state the samples, are those of the
-    unchanged model, except where scores differ by less than the rounding of its head.
+    unchanged model, except where scores differ by less than the rounding of its head. A step whose
+    ``top_k``-th score occurs twice scores all tokens.
 
     - Greedy decoding, and sampling with ``top_k`` of at most k, use the index; temperature,
       ``top_p``, ``min_p`` and others that Transformers applies after ``top_k``, and a minimum
@@ -311,8 +345,8 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
       head's logits, as scales and caps do; in 16 bits and without ``top_k``, their values.
       Otherwise a warning says so, and all are scored.
     - The index is built in the first call, a second time after 512 hidden states, since it is
-      faster for states like those that it knows, and again after the weights have changed, except
-      by writes that PyTorch does not count, such as those through ``.data``.
+      faster for states like those that it knows, and again after the weights have changed. While
+      one of them is not finite, all tokens are scored.
     - Call :func:`slow_head` before pickling the model; ``save_pretrained`` works.
 
     How much it saves depends on the weights: see ``head.cells_read`` and :doc:`/howto/retrieval`.

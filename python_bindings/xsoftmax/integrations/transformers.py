@@ -247,6 +247,8 @@ def _linear(owner: str, model: Any, name: str) -> Tuple[str, nn.Linear]:
         hint = ""
         if hasattr(module, "base_layer"):
             hint = ": put the head among modules_to_save, not among target_modules"
+        elif hasattr(module, "_fast_head"):
+            hint = ": call slow_head first"
         raise UnsupportedHeadError(f"{owner}: expected {name} to be a plain nn.Linear, got "
                                    f"{type(module).__name__} ({type(module).__module__}){hint}")
     return name, module

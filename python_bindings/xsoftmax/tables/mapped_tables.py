@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core import hooks
-from .._core.checks import check_bool, check_count
+from .._core.checks import check_bool, check_count, check_tensor
 from .._core.memory import table_empty
 from ..optim.catch_up import catch_up
 
@@ -262,7 +262,13 @@ def prefetch(weight: Tensor, rows: Tensor) -> None:
     Args:
         weight: the table.
         rows: int64, any shape, in [0, N).
+
+    Raises:
+        TypeError: weight or rows is no tensor, or rows is not int64.
+        IndexError: a row is out of range.
     """
+    check_tensor("prefetch", "weight", weight)
+    check_tensor("prefetch", "rows", rows)
     torch.ops.xsoftmax.mapped_table_prefetch(weight, rows)
 
 

@@ -12,6 +12,8 @@ transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install xsoftmax[integrations]")
 glue = pytest.importorskip("xsoftmax.integrations.transformers",
                            reason="accelerate is not installed: pip install xsoftmax[integrations]")
+from xsoftmax.integrations.fast_head import _sums_of  # noqa: E402
+
 fast_head, slow_head = glue.fast_head, glue.slow_head
 
 V, D = 500, 128
@@ -91,6 +93,20 @@ def test_samples_of_many_sequences_score_all_tokens():
     assert torch.equal(made(model, **options), want) and head.fast_steps == 0
 
 
+def test_tokens_that_tie_are_those_of_the_dense_head():
+    """Rows occur twice each, so the last of top_k ties with the next token."""
+    model = gpt2()
+    with torch.no_grad():
+        model.lm_head.weight[V // 2:] = model.lm_head.weight[:V // 2]
+    for options in dict(do_sample=False), dict(do_sample=True, top_k=3), dict(do_sample=True,
+                                                                              top_k=4):
+        want = made(model, **options)
+        head = fast_head(model)
+        assert torch.equal(made(model, **options), want)
+        assert (head.fast_steps == 0) == (options.get("top_k") == 3)
+        slow_head(model)
+
+
 def test_the_tokens_of_16_bits_are_the_best_up_to_rounding():
     model = gpt2(torch.bfloat16)
     head = fast_head(model)
@@ -124,7 +140,7 @@ def test_other_calls_score_all_tokens(options):
         assert all(torch.equal(one, other) for one, other in zip(found.logits, want.logits))
     else:
         assert torch.equal(found, want)
-    assert head.fast_steps == 0
+    assert head.fast_steps == 0 and (head.dense_steps > 2 or "custom_generate" in options)
     made(model)
     assert head.fast_steps > 0
 
@@ -174,8 +190,10 @@ def fused_step(weight):
     torch.optim.AdamW([weight], lr=1.0, fused=True).step()
 
 
-@pytest.mark.parametrize("change", [lambda weight: weight.copy_(torch.randn(V, D)), fused_step],
-                         ids=["in place", "a fused step"])
+@pytest.mark.parametrize("change", [
+    lambda weight: weight.copy_(torch.randn(V, D)), fused_step,
+    lambda weight: weight.data.mul_(torch.randn(V, 1))
+], ids=["in place", "a fused step", "through .data"])
 def test_changed_weights_are_indexed_again(change):
     model = gpt2()
     head = fast_head(model)
@@ -205,13 +223,43 @@ def test_calls_outside_of_generate_and_hidden_states_that_are_not_finite():
     model = gpt2()
     want = model(PROMPT).logits
     head = fast_head(model)
-    assert torch.equal(model(PROMPT).logits, want) and head.fast_steps == head.dense_steps == 0
+    assert torch.equal(model(PROMPT).logits, want)
+    assert (head.fast_steps, head.dense_steps) == (0, PROMPT.numel())
     model(PROMPT, labels=PROMPT).loss.backward()
     assert model.lm_head.weight.grad is not None
     with torch.no_grad():
         model.transformer.ln_f.bias.fill_(float("nan"))
         made(model)
-    assert head.fast_steps == 0 and head.dense_steps == 24
+    assert head.fast_steps == 0 and head.dense_steps == 2 * PROMPT.numel() + 24
+
+
+@pytest.mark.parametrize("width", [D, 5], ids=["eight bytes", "an odd number"])
+def test_sums_of_rows_notice_any_row(width):
+    linear = torch.nn.Linear(width, V)
+    for tensor in linear.weight, linear.bias:
+        sums = _sums_of(linear)
+        assert all(map(torch.equal, _sums_of(linear), sums))
+        tensor.data.view(-1)[-1] += 1e-3
+        assert not all(map(torch.equal, _sums_of(linear), sums))
+
+
+def test_weights_that_are_not_finite_and_another_head_score_all_tokens():
+    model = gpt2()
+    head = fast_head(model)
+    row = model.lm_head.weight.data[7].clone()
+    model.lm_head.weight.data[7] = float("inf")
+    made(model)
+    assert head.fast_steps == 0
+    model.lm_head.weight.data[7] = row
+    made(model)
+    assert head.fast_steps > 0
+    fast_steps = head.fast_steps
+    model.resize_token_embeddings(V + 8)
+    with pytest.warns(UserWarning, match="fast_head: the model has another head"):
+        made(model)
+    assert head.fast_steps == fast_steps
+    slow_head(model)
+    fast_head(model)
 
 
 def test_it_is_undone_and_refuses_other_models():
@@ -227,6 +275,10 @@ def test_it_is_undone_and_refuses_other_models():
     with pytest.raises(ValueError, match="slow_head of GPT2LMHeadModel: expected a model of "
                        "fast_head"):
         slow_head(model)
+    fast_head(model)
+    with pytest.raises(TypeError, match="call slow_head first"):
+        glue.replace_head(model, xs.LinearCrossEntropyLoss)
+    slow_head(model)
     with pytest.raises(ValueError, match="k of at least 1"):
         fast_head(model, 0)
     with pytest.raises(TypeError, match="a PreTrainedModel that generates"):
