@@ -59,6 +59,7 @@ def test_changed_weights_are_measured_again():
 
 @pytest.mark.parametrize("change, error, message", [
     (dict(lm_head=torch.nn.Identity()), TypeError, "lm_head as nn.Linear, got Identity"),
+    (dict(lm_head=torch.nn.Linear(24, 4000, device="meta")), ValueError, "lm_head with values"),
     (dict(hidden=[1.0]), TypeError, "hidden"),
     (dict(hidden=torch.zeros(600, 7)), ValueError, r"hidden of shape \[Q, 24\], got \[600, 7\]"),
     (dict(hidden=torch.zeros(511, 24)), ValueError, "at least 512 hidden states, got 511"),
@@ -80,3 +81,7 @@ def test_bad_hidden_states_are_named():
     draft = xs.draft_head(head, hidden)
     with pytest.raises(ValueError, match=r"DraftHead: expected hidden of shape \[\*, 24\]"):
         draft(torch.zeros(3, 23))
+    with pytest.raises(TypeError, match="DraftHead: expected floating hidden, got torch.int64"):
+        draft(torch.zeros(3, 24, dtype=torch.int64))
+    with pytest.raises(Exception, match="DraftHead: expected the model's lm_head in torch.export"):
+        torch.export.export(draft, (torch.zeros(3, 24),), strict=False)
