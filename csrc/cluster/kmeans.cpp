@@ -32,25 +32,26 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "kmeans";
+constexpr const char* kKmeans = "kmeans";
 constexpr int64_t kSeedRows = 8; // per cluster
 constexpr int64_t kMembers = int64_t(1) << 24; // rows times clusters per membership product
 
 void check_kmeans(const Tensor& seed, const Tensor& rows, int64_t clusters, int64_t iterations,
                   const OptionalTensor& init) {
-  check::dim(kOp, "seed", seed, 0);
-  check::int64(kOp, "seed", seed);
-  check::dim(kOp, "rows", rows, 2);
-  check::floating(kOp, "rows", rows);
-  check::same_device(kOp, "seed", seed, "rows", rows);
-  TORCH_CHECK_VALUE(clusters >= 1, kOp, ": expected clusters of at least 1, got ", clusters);
-  TORCH_CHECK_VALUE(iterations >= 0, kOp, ": expected iterations of at least 0, got ", iterations);
+  check::dim(kKmeans, "seed", seed, 0);
+  check::int64(kKmeans, "seed", seed);
+  check::dim(kKmeans, "rows", rows, 2);
+  check::floating(kKmeans, "rows", rows);
+  check::same_device(kKmeans, "seed", seed, "rows", rows);
+  TORCH_CHECK_VALUE(clusters >= 1, kKmeans, ": expected clusters of at least 1, got ", clusters);
+  TORCH_CHECK_VALUE(iterations >= 0, kKmeans, ": expected iterations of at least 0, got ",
+                    iterations);
   if (is_defined(init)) {
-    check::dim(kOp, "init", *init, 2);
-    check::floating(kOp, "init", *init);
-    check::size(kOp, "init", *init, 0, clusters, "the clusters");
-    check::size(kOp, "init", *init, 1, rows.sym_size(1), "the columns of rows");
-    check::same_device(kOp, "init", *init, "rows", rows);
+    check::dim(kKmeans, "init", *init, 2);
+    check::floating(kKmeans, "init", *init);
+    check::size(kKmeans, "init", *init, 0, clusters, "the clusters");
+    check::size(kKmeans, "init", *init, 1, rows.sym_size(1), "the columns of rows");
+    check::same_device(kKmeans, "init", *init, "rows", rows);
   }
 }
 
@@ -191,7 +192,7 @@ std::tuple<Tensor, Tensor> kmeans_composite(const Tensor& seed, const Tensor& ro
                                             int64_t clusters, int64_t iterations,
                                             const OptionalTensor& init) {
   check_kmeans(seed, rows, clusters, iterations, init);
-  LongWork work(kOp, iterations + 1);
+  LongWork work(kKmeans, iterations + 1);
   const Tensor x = rows.to(at::kFloat).contiguous();
   const Tensor inertia = at::zeros({iterations + 1}, x.options().dtype(at::kDouble));
   if (x.size(0) == 0) {
@@ -200,7 +201,7 @@ std::tuple<Tensor, Tensor> kmeans_composite(const Tensor& seed, const Tensor& ro
             inertia};
   }
   if (x.is_cpu()) { // on a device this would synchronise; the centroids become NaN instead
-    TORCH_CHECK_VALUE(x.isfinite().all().item<bool>(), kOp,
+    TORCH_CHECK_VALUE(x.isfinite().all().item<bool>(), kKmeans,
                       ": expected rows that are finite, got an infinity or NaN");
   }
   Tensor centroids = is_defined(init) ? init->to(at::kFloat, false, true).contiguous()

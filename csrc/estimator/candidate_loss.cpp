@@ -25,49 +25,48 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "candidate_loss"; // the operator that users call
+constexpr const char* kCandidateLoss = "candidate_loss"; // the operator that users call
 constexpr const char* kScoreColumns = "the target, then the private, then the shared candidates";
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 void check_scores(const Tensor& scores) {
-  check::dim(kOp, "scores", scores, 2);
-  TORCH_CHECK_TYPE(scores.scalar_type() == at::kFloat || scores.scalar_type() == at::kDouble, kOp,
-                   ": expected scores of dtype float32 or float64, got ",
+  check::dim(kCandidateLoss, "scores", scores, 2);
+  TORCH_CHECK_TYPE(scores.scalar_type() == at::kFloat || scores.scalar_type() == at::kDouble,
+                   kCandidateLoss, ": expected scores of dtype float32 or float64, got ",
                    check::name(scores.scalar_type()));
 }
 
 void check_estimator_loss(const EstimatorArguments& arguments) {
   const auto& [scores, target, candidates, options, estimator] = arguments;
   check_scores(scores);
-  check_candidates(kOp, "scores", scores, target, candidates, options);
-  check::size(kOp, "scores", scores, 1, candidates.private_width() + candidates.shared_width() + 1,
-              kScoreColumns);
+  check_candidates(kCandidateLoss, "scores", scores, target, candidates, options);
+  check::size(kCandidateLoss, "scores", scores, 1,
+              candidates.private_width() + candidates.shared_width() + 1, kScoreColumns);
 }
 
 Tensor estimator_loss_any(const Tensor& scores, const Tensor& target,
                           const OptionalTensors& candidates, at::IntArrayRef distinct,
                           std::string_view options) {
-  return estimator_loss_reference({kOp, scores, target, candidates, distinct, options});
+  return estimator_loss_reference({kCandidateLoss, scores, target, candidates, distinct, options});
 }
 
 Tensor estimator_loss_backward_any(const Tensor& grad, const Tensor& scores, const Tensor& target,
                                    const OptionalTensors& candidates, at::IntArrayRef distinct,
                                    std::string_view options) {
-  return estimator_loss_backward_reference(grad,
-                                           {kOp, scores, target, candidates, distinct, options});
+  return estimator_loss_backward_reference(
+      grad, {kCandidateLoss, scores, target, candidates, distinct, options});
 }
 
 Tensor estimator_loss_meta(const Tensor& scores, const Tensor& target,
                            const OptionalTensors& candidates, at::IntArrayRef distinct,
                            std::string_view options) {
-  const EstimatorArguments checked(kOp, scores, target, candidates, distinct, options);
+  const EstimatorArguments checked(kCandidateLoss, scores, target, candidates, distinct, options);
   return at::empty_symint({scores.sym_size(0)}, scores.options());
 }
 
 Tensor estimator_loss_backward_meta(const Tensor& grad, const Tensor& scores, const Tensor& target,
                                     const OptionalTensors& candidates, at::IntArrayRef distinct,
                                     std::string_view options) {
-  const EstimatorArguments checked(kOp, scores, target, candidates, distinct, options);
+  const EstimatorArguments checked(kCandidateLoss, scores, target, candidates, distinct, options);
   check_estimator_loss_backward(grad, scores);
   return at::empty_symint(scores.sym_sizes(), scores.options());
 }
@@ -122,7 +121,7 @@ class EstimatorLoss : public torch::autograd::Function<EstimatorLoss> {
 Tensor estimator_loss_autograd(const Tensor& scores, const Tensor& target,
                                const OptionalTensors& candidates, at::IntArrayRef distinct,
                                std::string_view options) {
-  check::strided_tensors(kOp, {{"scores", &scores}, {"target", &target}});
+  check::strided_tensors(kCandidateLoss, {{"scores", &scores}, {"target", &target}});
   return EstimatorLoss::apply(scores, target, candidates, distinct, options);
 }
 
@@ -141,8 +140,8 @@ Tensor candidate_loss_op(const Tensor& scores, const Tensor& target, at::TensorL
                          at::TensorList log_count, const OptionalTensors& target_log_count,
                          const c10::List<bool>& distinct, std::string_view options) {
   return candidate_loss(scores, target,
-                        make_proposal(kOp, ids, log_count, target_log_count, distinct),
-                        parse_options<EstimatorOptions>(kOp, options));
+                        make_proposal(kCandidateLoss, ids, log_count, target_log_count, distinct),
+                        parse_options<EstimatorOptions>(kCandidateLoss, options));
 }
 
 // Options of candidate_batch, the operator behind estimators written in Python.
@@ -209,11 +208,11 @@ Tensor estimator_loss_backward(const Tensor& grad, const Tensor& scores, const T
 Tensor candidate_loss(const Tensor& scores, const Tensor& target, const Proposal& sets,
                       const EstimatorOptions& options) {
   TORCH_CHECK_VALUE(
-      in_column_order(sets), kOp,
+      in_column_order(sets), kCandidateLoss,
       ": expected sets in the order of the columns of scores, the private before the shared ones, "
       "of both the distinct ones first");
-  check::dim(kOp, "scores", scores, 2); // the dtype is checked after autocast
-  const Estimator& estimator = find_estimator(kOp, options.estimator);
+  check::dim(kCandidateLoss, "scores", scores, 2); // the dtype is checked after autocast
+  const Estimator& estimator = find_estimator(kCandidateLoss, options.estimator);
   const Candidates candidates = arrange_columns(sets, scores.sym_size(0), estimator.traits);
   if (estimator.has_kernels()) {
     return estimator_loss(scores, target, candidates, options);
@@ -250,7 +249,7 @@ CandidateBatch make_batch(const Tensor& scores, const Tensor& target, const Cand
       .fill_(true);
   const bool remove_drawn_hits = remove_accidental_hits && traits.drops_drawn_hits;
   const bool remove_distinct_hits = remove_accidental_hits && traits.drops_distinct_hits;
-  const Tensor present = counts.ne(kInfinity), draw = drawn.logical_and(present);
+  const Tensor present = counts.ne(kInf), draw = drawn.logical_and(present);
   const Tensor equal = ids.eq(target.unsqueeze(1)),
                hit = equal.logical_and(at::where(drawn, remove_drawn_hits, remove_distinct_hits));
   const Tensor covered = equal.logical_and(drawn.logical_not()).logical_and(present).any(1);
@@ -259,7 +258,7 @@ CandidateBatch make_batch(const Tensor& scores, const Tensor& target, const Cand
     out = out.logical_or(
         draw.logical_and(draw.cumsum(1).eq(1)).logical_and(covered.logical_not().unsqueeze(1)));
   }
-  Tensor log_weight = at::where(out, -kInfinity, traits.weighs ? -counts : at::zeros_like(counts));
+  Tensor log_weight = at::where(out, -kInf, traits.weighs ? -counts : at::zeros_like(counts));
   const Tensor target_log_count =
       is_defined(count_of_target) ? count_of_target->to(scores.scalar_type()) : Tensor();
   const Tensor draws = draw.sum(1).to(scores.scalar_type());
@@ -271,9 +270,9 @@ CandidateBatch make_batch(const Tensor& scores, const Tensor& target, const Cand
   }
   Tensor target_score = scores.select(1, 0);
   if (traits.corrects_target) { // a target that cannot be sampled is not corrected
-    target_score = target_score - at::where(target_log_count.eq(-kInfinity), 0.0, target_log_count);
+    target_score = target_score - at::where(target_log_count.eq(-kInf), 0.0, target_log_count);
   }
-  const Tensor adjusted = at::where(log_weight.eq(-kInfinity), -kInfinity, score + log_weight);
+  const Tensor adjusted = at::where(log_weight.eq(-kInf), -kInf, score + log_weight);
   return {target_score, score,   log_weight,       adjusted,       drawn,
           draws,        covered, target_log_count, label_smoothing};
 }
@@ -296,9 +295,9 @@ Tensor estimator_loss_reference(const EstimatorArguments& arguments) {
   const CandidateBatch batch = make_batch(scores, target, candidates, estimator.traits,
                                           options.remove_accidental_hits, options.label_smoothing);
   const Tensor loss = estimator.loss(batch);
-  TORCH_CHECK_VALUE(loss.sym_sizes() == batch.target.sym_sizes(), kOp, ": expected estimator \"",
-                    estimator.name, "\" to give a loss for each query, ", batch.target.sym_sizes(),
-                    ", got ", loss.sym_sizes());
+  TORCH_CHECK_VALUE(loss.sym_sizes() == batch.target.sym_sizes(), kCandidateLoss,
+                    ": expected estimator \"", estimator.name, "\" to give a loss for each query, ",
+                    batch.target.sym_sizes(), ", got ", loss.sym_sizes());
   return loss;
 }
 
@@ -313,7 +312,7 @@ void check_estimator_loss_backward(const Tensor& grad, const Tensor& scores) {
 Tensor estimator_loss_backward_reference(const Tensor& grad, const EstimatorArguments& arguments) {
   const auto& [scores, target, candidates, options, estimator] = arguments;
   check_estimator_loss_backward(grad, scores);
-  TORCH_CHECK_VALUE(estimator.gradient != nullptr, kOp,
+  TORCH_CHECK_VALUE(estimator.gradient != nullptr, kCandidateLoss,
                     ": expected an estimator with a gradient, got \"", estimator.name, "\"");
   const auto gradient =
       estimator.gradient(make_batch(scores, target, candidates, estimator.traits,

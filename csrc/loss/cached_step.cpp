@@ -14,7 +14,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kName = "cached_step";
+constexpr const char* kCachedStep = "cached_step";
 
 /// Saves the states of the default generators of the CPU and of a device, so that dropout in the
 /// second pass uses the same masks as in the first.
@@ -53,9 +53,10 @@ struct RestoreLater {
 };
 
 int64_t batch_size(size_t number, const std::vector<Tensor>& inputs) {
-  TORCH_CHECK_VALUE(!inputs.empty(), kName, ": expected inputs of tower ", number, ", got none");
+  TORCH_CHECK_VALUE(!inputs.empty(), kCachedStep, ": expected inputs of tower ", number,
+                    ", got none");
   for (const Tensor& input : inputs) {
-    TORCH_CHECK_VALUE(input.dim() > 0 && input.size(0) == inputs[0].size(0), kName,
+    TORCH_CHECK_VALUE(input.dim() > 0 && input.size(0) == inputs[0].size(0), kCachedStep,
                       ": expected inputs of tower ", number, " of one batch size, got shapes ",
                       inputs[0].sizes(), " and ", input.sizes());
   }
@@ -83,7 +84,7 @@ void each_chunk(int64_t size, int64_t chunk_size, const Run& run) {
 Tensor cached_step(const std::function<Tensor(const std::vector<Tensor>&)>& loss,
                    const std::vector<CachedTower>& towers, int64_t chunk_size,
                    const std::function<void(const Tensor&)>& backward) {
-  TORCH_CHECK_VALUE(chunk_size >= 1, kName, ": expected chunk_size of at least 1, got ",
+  TORCH_CHECK_VALUE(chunk_size >= 1, kCachedStep, ": expected chunk_size of at least 1, got ",
                     chunk_size);
   std::vector<int64_t> sizes;
   for (size_t number = 0; number < towers.size(); ++number) {
@@ -98,7 +99,7 @@ Tensor cached_step(const std::function<Tensor(const std::vector<Tensor>&)>& loss
     each_chunk(sizes[number], chunk_size, [&](int64_t begin, int64_t end) {
       states[number].emplace_back(inputs[0].device());
       parts.push_back(tower(chunk_of(inputs, begin, end)));
-      TORCH_CHECK_VALUE(parts.back().dim() >= 1 && parts.back().size(0) == end - begin, kName,
+      TORCH_CHECK_VALUE(parts.back().dim() >= 1 && parts.back().size(0) == end - begin, kCachedStep,
                         ": expected tower ", number, " to give ", end - begin,
                         " rows for as many inputs, got shape ", parts.back().sizes());
     });

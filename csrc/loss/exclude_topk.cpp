@@ -19,24 +19,24 @@ namespace {
 using at::Tensor;
 using TopK = std::tuple<Tensor, Tensor>;
 
-constexpr const char* kOp = "exclude_topk";
+constexpr const char* kExcludeTopk = "exclude_topk";
 
 void check_exclude_topk(const Tensor& values, const Tensor& ids, const Tensor& exclude,
                         const c10::SymInt& num_classes, const c10::SymInt& k) {
-  check::dim(kOp, "values", values, 2);
-  check::floating(kOp, "values", values);
-  check::dim(kOp, "ids", ids, 2);
-  check::int64(kOp, "ids", ids);
-  check::same_device(kOp, "ids", ids, "values", values);
-  check::size(kOp, "ids", ids, 0, values.sym_size(0), "the rows of values");
-  check::size(kOp, "ids", ids, 1, values.sym_size(1), "the columns of values");
-  check::dim(kOp, "exclude", exclude, 2);
-  check::int64(kOp, "exclude", exclude);
-  check::same_device(kOp, "exclude", exclude, "values", values);
-  check::size(kOp, "exclude", exclude, 0, values.sym_size(0), "the rows of values");
-  TORCH_CHECK_VALUE(num_classes >= 0, kOp, ": expected num_classes of at least 0, got ",
+  check::dim(kExcludeTopk, "values", values, 2);
+  check::floating(kExcludeTopk, "values", values);
+  check::dim(kExcludeTopk, "ids", ids, 2);
+  check::int64(kExcludeTopk, "ids", ids);
+  check::same_device(kExcludeTopk, "ids", ids, "values", values);
+  check::size(kExcludeTopk, "ids", ids, 0, values.sym_size(0), "the rows of values");
+  check::size(kExcludeTopk, "ids", ids, 1, values.sym_size(1), "the columns of values");
+  check::dim(kExcludeTopk, "exclude", exclude, 2);
+  check::int64(kExcludeTopk, "exclude", exclude);
+  check::same_device(kExcludeTopk, "exclude", exclude, "values", values);
+  check::size(kExcludeTopk, "exclude", exclude, 0, values.sym_size(0), "the rows of values");
+  TORCH_CHECK_VALUE(num_classes >= 0, kExcludeTopk, ": expected num_classes of at least 0, got ",
                     num_classes);
-  TORCH_CHECK_VALUE(k >= 0 && k <= values.sym_size(1), kOp, ": expected k in [0, ",
+  TORCH_CHECK_VALUE(k >= 0 && k <= values.sym_size(1), kExcludeTopk, ": expected k in [0, ",
                     values.sym_size(1), "] (the columns of values), got ", k);
 }
 
@@ -44,8 +44,9 @@ void check_range(const Tensor& exclude, int64_t num_classes) {
   const Tensor ids = exclude.contiguous();
   const int64_t* id = ids.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < ids.numel(); ++i) {
-    TORCH_CHECK_INDEX(id[i] >= -1 && id[i] < num_classes, kOp, ": expected exclude in [0, ",
-                      num_classes, "), or -1 for none, got ", id[i], " at position ", i);
+    TORCH_CHECK_INDEX(id[i] >= -1 && id[i] < num_classes, kExcludeTopk,
+                      ": expected exclude in [0, ", num_classes, "), or -1 for none, got ", id[i],
+                      " at position ", i);
   }
 }
 

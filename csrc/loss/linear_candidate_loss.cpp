@@ -38,7 +38,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "sampled_softmax_loss"; // the operator that users call
+constexpr const char* kLinearCandidateLoss = "sampled_softmax_loss"; // the operator that users call
 
 CandidateLossState forward_any(const Tensor& input, const Tensor& weight,
                                const OptionalTensor& bias, const Tensor& target,
@@ -138,12 +138,12 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     at::AutoDispatchBelowADInplaceOrView guard;
     const bool want_input = input.requires_grad();
     const bool want_table = weight.requires_grad() || (is_defined(bias) && bias->requires_grad());
-    const Candidates columns(kOp, candidates, distinct);
+    const Candidates columns(kLinearCandidateLoss, candidates, distinct);
     const bool aligned = check::on_device(input) && is_defined(columns.shared_ids);
     auto [loss, grad_input, grad_scores, row_ids] =
         call_forward(input, weight, bias, target, candidates, distinct, options,
                      {want_input, want_table}, share, aligned);
-    const auto parsed = parse_options<SampledSoftmaxOptions>(kOp, options);
+    const auto parsed = parse_options<SampledSoftmaxOptions>(kLinearCandidateLoss, options);
     ctx->save_for_backward({input, weight, grad_input, grad_scores, row_ids,
                             columns.shared_ids.value_or(Tensor()), target});
     ctx->saved_data["ignore_index"] = parsed.ignore_index;
@@ -225,8 +225,11 @@ Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTe
     at::AutoDispatchBelowADInplaceOrView guard;
     return call_loss(input, weight, bias, target, candidates, distinct, options, share);
   }
-  check::strided_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
-  register_row_tables(parse_options<SampledSoftmaxOptions>(kOp, options).sparse_grad, weight, bias);
+  check::strided_tensors(kLinearCandidateLoss,
+                         {{"input", &input}, {"weight", &weight}, {"target", &target}});
+  register_row_tables(
+      parse_options<SampledSoftmaxOptions>(kLinearCandidateLoss, options).sparse_grad, weight,
+      bias);
   return LinearCandidateLoss::apply(input, weight, bias, target, candidates, distinct, options,
                                     share);
 }
@@ -252,19 +255,19 @@ LinearLossArguments::LinearLossArguments(const Tensor& input, const Tensor& weig
                                          at::IntArrayRef distinct, std::string_view options,
                                          const OptionalTensor& share)
     : input(input), weight(weight), bias(bias), target(target),
-      candidates(kOp, candidates, distinct),
-      options(parse_options<SampledSoftmaxOptions>(kOp, options)), share(share) {
-  check::linear(kOp, input, weight, bias);
-  check_candidates(kOp, "input", input, target, this->candidates, this->options);
-  TORCH_CHECK_VALUE(!transforms(this->options) && this->options.z_loss == 0, kOp,
+      candidates(kLinearCandidateLoss, candidates, distinct),
+      options(parse_options<SampledSoftmaxOptions>(kLinearCandidateLoss, options)), share(share) {
+  check::linear(kLinearCandidateLoss, input, weight, bias);
+  check_candidates(kLinearCandidateLoss, "input", input, target, this->candidates, this->options);
+  TORCH_CHECK_VALUE(!transforms(this->options) && this->options.z_loss == 0, kLinearCandidateLoss,
                     ": expected logit_scale of 1, no softcap and no z_loss in one step, got ",
                     this->options.logit_scale, ", ", this->options.softcap, " and ",
                     this->options.z_loss);
   if (is_defined(share)) {
-    check::dim(kOp, "share", *share, 1);
-    check::floating(kOp, "share", *share);
-    check::size(kOp, "share", *share, 0, input.sym_size(0), "the rows of input");
-    check::same_device(kOp, "share", *share, "input", input);
+    check::dim(kLinearCandidateLoss, "share", *share, 1);
+    check::floating(kLinearCandidateLoss, "share", *share);
+    check::size(kLinearCandidateLoss, "share", *share, 0, input.sym_size(0), "the rows of input");
+    check::same_device(kLinearCandidateLoss, "share", *share, "input", input);
   }
 }
 
@@ -285,8 +288,8 @@ ScoreColumns::ScoreColumns(const c10::SymInt& row_width, const c10::SymInt& shar
       width(aligned ? (padding + count + 7) / 8 * 8 : count) {}
 
 const Estimator& row_estimator(const SampledSoftmaxOptions& options) {
-  const Estimator& estimator = find_estimator(kOp, options.estimator);
-  TORCH_CHECK_VALUE(estimator.has_kernels(), kOp,
+  const Estimator& estimator = find_estimator(kLinearCandidateLoss, options.estimator);
+  TORCH_CHECK_VALUE(estimator.has_kernels(), kLinearCandidateLoss,
                     ": expected an estimator with a loop over rows, got \"", estimator.name, "\"");
   return estimator;
 }

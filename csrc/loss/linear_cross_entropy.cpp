@@ -37,7 +37,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "linear_cross_entropy";
+constexpr const char* kLinearCrossEntropy = "linear_cross_entropy";
 constexpr int64_t kSavedBytes = 40 << 20;  // bytes of logits that the forward pass saves
 
 CrossEntropyState call_forward(const Tensor& input, const Tensor& weight,
@@ -126,7 +126,7 @@ Tensor mean_divisor(const Tensor& target, const OptionalTensor& class_weight, in
 // Reduces the losses [Q] of the queries.
 Tensor reduce(const Tensor& loss, const Tensor& target, const OptionalTensor& class_weight,
               const CrossEntropyOptions& options) {
-  switch (reduction_code(kOp, options.reduction)) {
+  switch (reduction_code(kLinearCrossEntropy, options.reduction)) {
     case at::Reduction::Mean:
       return loss.sum() /
           mean_divisor(target, class_weight, options.ignore_index, loss.scalar_type());
@@ -163,7 +163,7 @@ class ReducedCrossEntropy : public torch::autograd::Function<ReducedCrossEntropy
     const std::array<bool, 3> wanted{input.requires_grad(), weight.requires_grad(),
                                      is_defined(bias) && bias->requires_grad()};
     const Tensor counted = mask_ignored_rows(
-        input, target, parse_options<CrossEntropyOptions>(kOp, text).ignore_index);
+        input, target, parse_options<CrossEntropyOptions>(kLinearCrossEntropy, text).ignore_index);
     const Tensor grad =
         is_defined(shares) ? *shares : divisor->reciprocal().expand_symint({input.sym_size(0)});
     auto [loss, grad_input, grad_weight, grad_bias] =
@@ -198,7 +198,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
                         const OptionalTensor& class_weight, std::string_view text) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const Tensor counted = mask_ignored_rows(
-        input, target, parse_options<CrossEntropyOptions>(kOp, text).ignore_index);
+        input, target, parse_options<CrossEntropyOptions>(kLinearCrossEntropy, text).ignore_index);
     auto [loss, normalizer, saved_logits] =
         call_forward(counted, weight, bias, target, class_weight, text,
                      /*save_logits=*/!check::on_device(input));
@@ -224,7 +224,7 @@ Tensor without_gradient(const Tensor& input, const Tensor& weight, const Optiona
                         std::string_view text) {
   const CrossEntropyOptions options =
       check_linear_cross_entropy(input, weight, bias, target, class_weight, text);
-  check::finite_queries(kOp, "input", input, target, options.ignore_index);
+  check::finite_queries(kLinearCrossEntropy, "input", input, target, options.ignore_index);
   const Tensor counted = mask_ignored_rows(input, target, options.ignore_index);
   const Tensor loss = std::get<0>(
       call_forward(counted, weight, bias, target, class_weight, text, /*save_logits=*/false));
@@ -242,7 +242,7 @@ Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight,
                                      const OptionalTensor& class_weight, std::string_view text) {
   const CrossEntropyOptions options =
       check_linear_cross_entropy(input, weight, bias, target, class_weight, text);
-  const int64_t reduction = reduction_code(kOp, options.reduction);
+  const int64_t reduction = reduction_code(kLinearCrossEntropy, options.reduction);
   // Forward-mode derivatives are not implemented; autograd raises the error.
   const auto derived = [](const Tensor& tensor) {
     return tensor.requires_grad() || tensor._fw_grad(/*level=*/0).defined();
@@ -253,8 +253,9 @@ Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight,
     at::AutoDispatchBelowADInplaceOrView guard;
     return call_loss(input, weight, bias, target, class_weight, text);
   }
-  check::finite_queries(kOp, "input", input, target, options.ignore_index);
-  check::strided_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
+  check::finite_queries(kLinearCrossEntropy, "input", input, target, options.ignore_index);
+  check::strided_tensors(kLinearCrossEntropy,
+                         {{"input", &input}, {"weight", &weight}, {"target", &target}});
   const OptionalTensor weights =
       is_defined(class_weight) ? OptionalTensor(class_weight->detach()) : std::nullopt;
   const at::ScalarType sums = opmath_dtype(input.scalar_type());
@@ -308,24 +309,26 @@ CrossEntropyOptions check_linear_cross_entropy(const Tensor& input, const Tensor
                                                const OptionalTensor& bias, const Tensor& target,
                                                const OptionalTensor& class_weight,
                                                std::string_view text) {
-  check::linear(kOp, input, weight, bias);
-  check::dim(kOp, "target", target, 1);
-  check::int64(kOp, "target", target);
-  check::same_device(kOp, "target", target, "input", input);
-  check::size(kOp, "target", target, 0, input.sym_size(0), "the rows of input");
+  check::linear(kLinearCrossEntropy, input, weight, bias);
+  check::dim(kLinearCrossEntropy, "target", target, 1);
+  check::int64(kLinearCrossEntropy, "target", target);
+  check::same_device(kLinearCrossEntropy, "target", target, "input", input);
+  check::size(kLinearCrossEntropy, "target", target, 0, input.sym_size(0), "the rows of input");
   if (is_defined(class_weight)) {
-    check::dim(kOp, "class_weight", *class_weight, 1);
-    check::same_device(kOp, "class_weight", *class_weight, "input", input);
-    check::size(kOp, "class_weight", *class_weight, 0, weight.sym_size(0), "the rows of weight");
-    check::floating(kOp, "class_weight", *class_weight);
+    check::dim(kLinearCrossEntropy, "class_weight", *class_weight, 1);
+    check::same_device(kLinearCrossEntropy, "class_weight", *class_weight, "input", input);
+    check::size(kLinearCrossEntropy, "class_weight", *class_weight, 0, weight.sym_size(0),
+                "the rows of weight");
+    check::floating(kLinearCrossEntropy, "class_weight", *class_weight);
   }
-  const auto options = parse_options<CrossEntropyOptions>(kOp, text);
-  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, kOp,
-                    ": expected label_smoothing in [0, 1], got ", options.label_smoothing);
-  check_logits(kOp, options);
-  check_z_loss(kOp, options.z_loss);
-  TORCH_CHECK_VALUE(options.workspace_mb >= 1, kOp, ": expected workspace_mb of at least 1, got ",
-                    options.workspace_mb);
+  const auto options = parse_options<CrossEntropyOptions>(kLinearCrossEntropy, text);
+  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1,
+                    kLinearCrossEntropy, ": expected label_smoothing in [0, 1], got ",
+                    options.label_smoothing);
+  check_logits(kLinearCrossEntropy, options);
+  check_z_loss(kLinearCrossEntropy, options.z_loss);
+  TORCH_CHECK_VALUE(options.workspace_mb >= 1, kLinearCrossEntropy,
+                    ": expected workspace_mb of at least 1, got ", options.workspace_mb);
   return options;
 }
 

@@ -35,40 +35,42 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "linear_positives_loss"; // the operator that users call
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr const char* kLinearPositivesLoss =
+    "linear_positives_loss"; // the operator that users call
 constexpr int64_t kBlockBytes = 54 << 20; // bytes of logits per block
 
 ExactPositivesOptions check_arguments(const Tensor& input, const Tensor& weight,
                                       const OptionalTensor& bias, const Tensor& positives,
                                       const Tensor& shares, std::string_view text) {
-  const auto options = parse_options<ExactPositivesOptions>(kOp, text);
-  check_positives(kOp, options, std::nullopt, options.label_smoothing);
-  check_logits(kOp, options);
-  check_z_loss(kOp, options.z_loss);
+  const auto options = parse_options<ExactPositivesOptions>(kLinearPositivesLoss, text);
+  check_positives(kLinearPositivesLoss, options, std::nullopt, options.label_smoothing);
+  check_logits(kLinearPositivesLoss, options);
+  check_z_loss(kLinearPositivesLoss, options.z_loss);
   const bool sums_positives = options.positives == "sum";
-  check::linear(kOp, input, weight, bias);
-  check::dim(kOp, "positives", positives, 2);
-  check::int64(kOp, "positives", positives);
-  check::size(kOp, "positives", positives, 0, input.sym_size(0), "the rows of input");
-  check::same_device(kOp, "positives", positives, "input", input);
-  TORCH_CHECK_VALUE(positives.sym_size(1) >= 1, kOp,
+  check::linear(kLinearPositivesLoss, input, weight, bias);
+  check::dim(kLinearPositivesLoss, "positives", positives, 2);
+  check::int64(kLinearPositivesLoss, "positives", positives);
+  check::size(kLinearPositivesLoss, "positives", positives, 0, input.sym_size(0),
+              "the rows of input");
+  check::same_device(kLinearPositivesLoss, "positives", positives, "input", input);
+  TORCH_CHECK_VALUE(positives.sym_size(1) >= 1, kLinearPositivesLoss,
                     ": expected at least one column of positives, got shape ",
                     positives.sym_sizes());
-  check::dim(kOp, "shares", shares, 2);
-  check::dtype(kOp, "shares", shares, opmath_dtype(input.scalar_type()));
-  check::same_device(kOp, "shares", shares, "input", input);
-  check::size(kOp, "shares", shares, 0, input.sym_size(0), "the rows of input");
-  check::size(kOp, "shares", shares, 1, sums_positives ? c10::SymInt(1) : positives.sym_size(1),
+  check::dim(kLinearPositivesLoss, "shares", shares, 2);
+  check::dtype(kLinearPositivesLoss, "shares", shares, opmath_dtype(input.scalar_type()));
+  check::same_device(kLinearPositivesLoss, "shares", shares, "input", input);
+  check::size(kLinearPositivesLoss, "shares", shares, 0, input.sym_size(0), "the rows of input");
+  check::size(kLinearPositivesLoss, "shares", shares, 1,
+              sums_positives ? c10::SymInt(1) : positives.sym_size(1),
               sums_positives ? "one for all positives" : "the positives");
   return options;
 }
 
 void check_grad(const Tensor& grad, const Tensor& input) {
-  check::dim(kOp, "grad", grad, 1);
-  check::floating(kOp, "grad", grad);
-  check::size(kOp, "grad", grad, 0, input.sym_size(0), "the rows of input");
-  check::same_device(kOp, "grad", grad, "input", input);
+  check::dim(kLinearPositivesLoss, "grad", grad, 1);
+  check::floating(kLinearPositivesLoss, "grad", grad);
+  check::size(kLinearPositivesLoss, "grad", grad, 0, input.sym_size(0), "the rows of input");
+  check::same_device(kLinearPositivesLoss, "grad", grad, "input", input);
 }
 
 // The state of a block of queries that both passes compute.
@@ -100,7 +102,7 @@ struct QueryBlock {
       derivative = transform_derivative(logits, options);
     }
     positive_logits = logits.gather(1, ids);
-    logits.scatter_(1, ids, -kInfinity);
+    logits.scatter_(1, ids, -kInf);
     normalizer = at::empty({input.size(0), 1}, floats);
     for_slices(logits, input.size(0), [&](int64_t begin, int64_t size) {
       normalizer.narrow(0, begin, size)
@@ -108,7 +110,7 @@ struct QueryBlock {
     });
     const Tensor padding = counts.logical_not().logical_and(counts.any(1, /*keepdim=*/true));
     score = options.positives == "sum"
-        ? at::logsumexp(positive_logits.masked_fill(padding, -kInfinity), 1, /*keepdim=*/true)
+        ? at::logsumexp(positive_logits.masked_fill(padding, -kInf), 1, /*keepdim=*/true)
         : positive_logits;
   }
 };
@@ -240,7 +242,7 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
 Tensor forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    const Tensor& positives, const Tensor& shares, std::string_view text) {
   check_arguments(input, weight, bias, positives, shares, text);
-  check::class_ids(kOp, "positives", positives, weight.size(0), -1);
+  check::class_ids(kLinearPositivesLoss, "positives", positives, weight.size(0), -1);
   return forward_any(input, weight, bias, positives, shares, text);
 }
 
@@ -249,7 +251,7 @@ PositivesGradients backward_cpu(const Tensor& grad, const Tensor& input, const T
                                 const Tensor& shares, std::string_view text,
                                 std::array<bool, 3> mask) {
   check_arguments(input, weight, bias, positives, shares, text);
-  check::class_ids(kOp, "positives", positives, weight.size(0), -1);
+  check::class_ids(kLinearPositivesLoss, "positives", positives, weight.size(0), -1);
   return backward_any(grad, input, weight, bias, positives, shares, text, mask);
 }
 
@@ -308,7 +310,7 @@ class PositivesCrossEntropy : public torch::autograd::Function<PositivesCrossEnt
 Tensor forward_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const Tensor& positives, const Tensor& shares, std::string_view text) {
   check::strided_tensors(
-      kOp,
+      kLinearPositivesLoss,
       {{"input", &input}, {"weight", &weight}, {"positives", &positives}, {"shares", &shares}});
   return PositivesCrossEntropy::apply(input, weight, bias, positives, shares, text);
 }
@@ -316,7 +318,7 @@ Tensor forward_autograd(const Tensor& input, const Tensor& weight, const Optiona
 Tensor loss_op(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                const Tensor& target, const OptionalTensor& class_weight, std::string_view options) {
   return linear_positives_loss(input, weight, bias, target, class_weight,
-                               parse_options<ExactPositivesOptions>(kOp, options));
+                               parse_options<ExactPositivesOptions>(kLinearPositivesLoss, options));
 }
 
 // Products run in the autocast dtype, as in linear_cross_entropy.
@@ -332,12 +334,12 @@ Tensor forward_autocast(const Tensor& input, const Tensor& weight, const Optiona
 Tensor linear_positives_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                              const Tensor& target, const OptionalTensor& class_weight,
                              const ExactPositivesOptions& options) {
-  check_batch(kOp, input, target, weight, options.ignore_index);
-  TORCH_CHECK_VALUE(target.dim() == input.dim(), kOp,
+  check_batch(kLinearPositivesLoss, input, target, weight, options.ignore_index);
+  TORCH_CHECK_VALUE(target.dim() == input.dim(), kLinearPositivesLoss,
                     ": expected target of shape [*, T] beside input of shape ", input.sym_sizes(),
                     ", got ", target.sym_sizes());
-  check_class_weight(kOp, class_weight, weight.sym_size(0), target);
-  check_positives(kOp, options, class_weight, options.label_smoothing);
+  check_class_weight(kLinearPositivesLoss, class_weight, weight.sym_size(0), target);
+  check_positives(kLinearPositivesLoss, options, class_weight, options.label_smoothing);
   Tensor rows_of_positives = target;
   if (!has_multiple_positives(input, rows_of_positives, options.ignore_index)) {
     rows_of_positives = rows_of_positives.unsqueeze(-1);
@@ -348,7 +350,7 @@ Tensor linear_positives_loss(const Tensor& input, const Tensor& weight, const Op
   const Tensor queries = input.reshape_symint({positives.sym_size(0), input.sym_size(-1)});
   const Tensor loss = call_forward(mask_ignored_rows(queries, positives.select(1, 0), -1), weight,
                                    bias, positives, shares, text_of(options));
-  return reduced_positives(kOp, loss, shares, options.reduction,
+  return reduced_positives(kLinearPositivesLoss, loss, shares, options.reduction,
                            target.sym_sizes().slice(0, target.dim() - 1));
 }
 

@@ -34,8 +34,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "linear_softmax";
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr const char* kLinearSoftmax = "linear_softmax";
 constexpr double kMin = kMinDifference<double>;
 
 SoftmaxGradients backward_any(const Tensor& grad_log_prob, const Tensor& grad_log_normalizer,
@@ -120,7 +119,7 @@ std::tuple<Tensor, Tensor, Tensor> call_softmax(const Tensor& input, const Tenso
 std::tuple<Tensor, Tensor, Tensor> softmax_autograd(const Tensor& input, const Tensor& weight,
                                                     const OptionalTensor& bias, const Tensor& ids,
                                                     bool entropy, std::string_view options) {
-  check::strided_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"ids", &ids}});
+  check::strided_tensors(kLinearSoftmax, {{"input", &input}, {"weight", &weight}, {"ids", &ids}});
   const auto results = LinearSoftmax::apply(input, weight, bias, ids, entropy, options);
   return {results[0], results[1], results[2]};
 }
@@ -178,13 +177,13 @@ std::tuple<Tensor, Tensor, Tensor> linear_softmax(const Tensor& input, const Ten
 LogitOptions check_linear_softmax(const Tensor& input, const Tensor& weight,
                                   const OptionalTensor& bias, const Tensor& ids,
                                   std::string_view text) {
-  check::linear(kOp, input, weight, bias);
-  check::dim(kOp, "ids", ids, 2);
-  check::int64(kOp, "ids", ids);
-  check::size(kOp, "ids", ids, 0, input.sym_size(0), "the rows of input");
-  check::same_device(kOp, "ids", ids, "input", input);
-  const auto options = parse_options<LogitOptions>(kOp, text);
-  check_logits(kOp, options);
+  check::linear(kLinearSoftmax, input, weight, bias);
+  check::dim(kLinearSoftmax, "ids", ids, 2);
+  check::int64(kLinearSoftmax, "ids", ids);
+  check::size(kLinearSoftmax, "ids", ids, 0, input.sym_size(0), "the rows of input");
+  check::same_device(kLinearSoftmax, "ids", ids, "input", input);
+  const auto options = parse_options<LogitOptions>(kLinearSoftmax, text);
+  check_logits(kLinearSoftmax, options);
   return options;
 }
 
@@ -233,7 +232,7 @@ SoftmaxTerms linear_softmax_forward_reference(const Tensor& input, const Tensor&
   const LogitOptions transform = check_linear_softmax(input, weight, bias, ids, text);
   const int64_t queries = input.size(0), classes = weight.size(0), width = block_of(input);
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
-  Tensor largest = at::full({queries}, -kInfinity, options), sum = at::zeros({queries}, options);
+  Tensor largest = at::full({queries}, -kInf, options), sum = at::zeros({queries}, options);
   Tensor weighted = at::zeros({queries}, options), score = at::zeros(ids.sizes(), options);
   for (int64_t begin = 0; begin < classes; begin += width) {
     const int64_t size = std::min(width, classes - begin);
@@ -241,7 +240,7 @@ SoftmaxTerms linear_softmax_forward_reference(const Tensor& input, const Tensor&
     const Tensor place = ids - begin, in_block = place.ge(0).logical_and(place.lt(size));
     score = at::where(in_block, logits.gather(1, place.clamp(0, size - 1)), score);
     const Tensor top = at::maximum(largest, logits.amax(1));
-    const Tensor shift = top.masked_fill(top.eq(-kInfinity), 0);
+    const Tensor shift = top.masked_fill(top.eq(-kInf), 0);
     const Tensor moved = largest - shift, difference = logits - shift.unsqueeze(1);
     const Tensor each = difference.exp(), scale = moved.exp();
     if (entropy) {

@@ -32,7 +32,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "linear_topk";
+constexpr const char* kLinearTopk = "linear_topk";
 constexpr int64_t kReferenceBlock = 8192; // classes per block in the composite
 
 TopK call(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k,
@@ -73,13 +73,13 @@ TopK linear_topk(const Tensor& input, const Tensor& weight, const OptionalTensor
 LogitOptions check_linear_topk(const Tensor& input, const Tensor& weight,
                                const OptionalTensor& bias, const c10::SymInt& k,
                                std::string_view text) {
-  check::linear(kOp, input, weight, bias);
-  check::finite_queries(kOp, "input", input);
-  TORCH_CHECK_VALUE(k >= 0, kOp, ": expected k >= 0, got ", k);
-  TORCH_CHECK_VALUE(weight.sym_size(0) >= k, kOp, ": expected k of at most ", weight.sym_size(0),
-                    " (the rows of weight), got ", k);
-  const auto options = parse_options<LogitOptions>(kOp, text);
-  check_logits(kOp, options);
+  check::linear(kLinearTopk, input, weight, bias);
+  check::finite_queries(kLinearTopk, "input", input);
+  TORCH_CHECK_VALUE(k >= 0, kLinearTopk, ": expected k >= 0, got ", k);
+  TORCH_CHECK_VALUE(weight.sym_size(0) >= k, kLinearTopk, ": expected k of at most ",
+                    weight.sym_size(0), " (the rows of weight), got ", k);
+  const auto options = parse_options<LogitOptions>(kLinearTopk, text);
+  check_logits(kLinearTopk, options);
   return options;
 }
 

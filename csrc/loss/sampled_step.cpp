@@ -22,7 +22,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "sampled_softmax_loss"; // the operator that users call
+constexpr const char* kSampledStep = "sampled_softmax_loss"; // the operator that users call
 
 // Returns the part of a union for classes from the caller that are always scored.
 UnionPart caller_part(const Tensor& ids, const Tensor& log_count) {
@@ -66,7 +66,7 @@ Proposal propose(const SampledStep& step, const StepSampler& sampler,
     sampler.prepare(step.weight, step.bias, step.generator);
   }
   const bool counts = soft || counted.dim() == 2 ||
-      find_estimator(kOp, options.estimator).traits.needs_target_count;
+      find_estimator(kSampledStep, options.estimator).traits.needs_target_count;
   const DrawRequest request{queries, counted, step.generator, step.training, 0, counts};
   Proposal sets;
   if (has_head) {
@@ -89,13 +89,14 @@ Proposal propose(const SampledStep& step, const StepSampler& sampler,
 
 Tensor sampled_step(const SampledStep& step, const StepSampler& sampler,
                     const SampledSoftmaxOptions& options) {
-  TORCH_CHECK_VALUE(is_defined(step.negatives) || !is_defined(step.negative_log_count), kOp,
-                    ": expected negatives with negative_log_count, got none");
+  TORCH_CHECK_VALUE(is_defined(step.negatives) || !is_defined(step.negative_log_count),
+                    kSampledStep, ": expected negatives with negative_log_count, got none");
   Proposal sets;
   {
     const at::AutoDispatchBelowADInplaceOrView guard; // samples have no gradient
     const Tensor listed_targets = is_defined(step.target_prob)
-        ? soft_targets(kOp, step.input, step.target, *step.target_prob, options.ignore_index)
+        ? soft_targets(kSampledStep, step.input, step.target, *step.target_prob,
+                       options.ignore_index)
         : step.target;
     sets = propose(step, sampler, options, listed_targets);
   }
@@ -113,7 +114,7 @@ Tensor sampled_step_op(const Tensor& input, const Tensor& weight, const Optional
                        const Tensor& target, at::TensorList state, std::string_view sampler,
                        std::string_view options, std::optional<at::Generator> generator,
                        bool training, bool prepare, const c10::List<OptionalTensor>& others) {
-  TORCH_CHECK_VALUE(others.empty() || others.size() == 5, kOp,
+  TORCH_CHECK_VALUE(others.empty() || others.size() == 5, kSampledStep,
                     ": expected others as none, or class_weight, log_z, target_prob, negatives and "
                     "negative_log_count, got ",
                     others.size(), " of them");
@@ -123,7 +124,7 @@ Tensor sampled_step_op(const Tensor& input, const Tensor& weight, const Optional
   const SampledStep step{input,    weight,   bias,     target,   other(0),
                          other(1), other(2), other(3), other(4), std::move(generator),
                          training, prepare};
-  SamplerView sampler_view(kOp, sampler, state);
+  SamplerView sampler_view(kSampledStep, sampler, state);
   Tensor head;
   if (const auto parts = sampler_view.parts();
       sampler_view.name() == "disjoint" && parts.size() == 2 && parts[0].name() == "head") {
@@ -135,7 +136,8 @@ Tensor sampled_step_op(const Tensor& input, const Tensor& weight, const Optional
                                      const std::optional<at::Generator>& generator) {
                                    sampler_view.step(weight, bias, generator);
                                  }};
-  return sampled_step(step, step_sampler, parse_options<SampledSoftmaxOptions>(kOp, options));
+  return sampled_step(step, step_sampler,
+                      parse_options<SampledSoftmaxOptions>(kSampledStep, options));
 }
 
 } // namespace
@@ -152,10 +154,11 @@ XSOFTMAX_OPERATORS(m) {
       [](const Tensor& input, const Tensor& weight, const Tensor& target,
          const OptionalTensor& class_weight, const OptionalTensor& log_z, bool soft,
          std::string_view options) {
-        check::strided_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
-        check::dim(kOp, "weight", weight, 2);
+        check::strided_tensors(kSampledStep,
+                               {{"input", &input}, {"weight", &weight}, {"target", &target}});
+        check::dim(kSampledStep, "weight", weight, 2);
         check_sampled_loss(input, weight, target, class_weight, log_z, soft,
-                           parse_options<SampledSoftmaxOptions>(kOp, options));
+                           parse_options<SampledSoftmaxOptions>(kSampledStep, options));
       });
 }
 

@@ -26,8 +26,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "sampled_softmax_loss"; // the operator that users call
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr const char* kSeveralPositives = "sampled_softmax_loss"; // the operator that users call
 
 bool is_draw(const CandidateSet& set) { return !set.distinct && set.ids.sym_size(-1) != 0; }
 
@@ -60,9 +59,9 @@ CandidateSet set_of_rows(const CandidateSet& set, const RowTargets& rows, bool r
     const Tensor positive =
         ids.unsqueeze(1).eq(rows.positives.unsqueeze(2)).any(1, /*keepdim=*/true);
     const Tensor others = positive.logical_and(ids.unsqueeze(1).ne(targets.unsqueeze(2)));
-    log_count = log_count.masked_fill(others, kInfinity);
+    log_count = log_count.masked_fill(others, kInf);
     if (renormalizes && target_log_count.defined()) {
-      const Tensor present = counts.ne(kInfinity).unsqueeze(1);
+      const Tensor present = counts.ne(kInf).unsqueeze(1);
       const Tensor draws = present.sum(2).to(at::kDouble),
                    left = draws - others.logical_and(present).sum(2);
       const Tensor expected =
@@ -91,7 +90,7 @@ Tensor representative_column(const Proposal& sets, const Tensor& positives) {
   Tensor covered = at::zeros_like(positives, at::kBool);
   for (const CandidateSet& set : sets) {
     if (set.distinct) {
-      const Tensor present = as_matrix(set.log_count).ne(kInfinity).unsqueeze(1);
+      const Tensor present = as_matrix(set.log_count).ne(kInf).unsqueeze(1);
       covered = covered.logical_or(
           as_matrix(set.ids).unsqueeze(1).eq(positives.unsqueeze(2)).logical_and(present).any(2));
     }
@@ -107,17 +106,17 @@ Tensor joint_score(const Tensor& scores, const Tensor& positives, const Proposal
                    bool subtracts_log_count) {
   Tensor corrected = scores;
   if (subtracts_log_count) {
-    Tensor count = at::full_like(scores, -kInfinity);
+    Tensor count = at::full_like(scores, -kInf);
     for (const CandidateSet& set : sets) {
       count = set.target_log_count.defined()
           ? at::logaddexp(count, set.target_log_count.to(scores.scalar_type()))
           : count;
     }
-    corrected = scores - count.masked_fill(count.eq(-kInfinity), 0);
+    corrected = scores - count.masked_fill(count.eq(-kInf), 0);
   }
   // A query with only padding keeps a finite score, which is not used.
   const Tensor padding = positives.lt(0).logical_and(positives.ge(0).any(1, /*keepdim=*/true));
-  return at::logsumexp(corrected.masked_fill(padding, -kInfinity), 1, /*keepdim=*/true);
+  return at::logsumexp(corrected.masked_fill(padding, -kInf), 1, /*keepdim=*/true);
 }
 
 } // namespace
@@ -191,16 +190,16 @@ PositivesLoss losses_of_positives(const Tensor& input, const Tensor& weight,
                                   const OptionalTensor& bias, const Tensor& positives,
                                   const Proposal& sets, const SampledSoftmaxOptions& options,
                                   const OptionalTensor& log_z) {
-  const Estimator& estimator = find_estimator(kOp, options.estimator);
+  const Estimator& estimator = find_estimator(kSeveralPositives, options.estimator);
   const EstimatorTraits& traits = estimator.traits;
   const bool sums_positives = options.positives == "sum";
-  TORCH_CHECK_VALUE(!sums_positives || !traits.has_noise, kOp,
+  TORCH_CHECK_VALUE(!sums_positives || !traits.has_noise, kSeveralPositives,
                     ": expected positives=\"mean\" with estimator \"", estimator.name,
                     "\", got \"sum\"");
   for (const CandidateSet& set : sets) {
     TORCH_CHECK_VALUE(!set.target_log_count.defined() ||
                           set.target_log_count.sym_sizes() == positives.sym_sizes(),
-                      kOp, ": expected target_log_count of a set for each positive, ",
+                      kSeveralPositives, ": expected target_log_count of a set for each positive, ",
                       positives.sym_sizes(), ", got shape ", set.target_log_count.sym_sizes());
   }
   const c10::SymInt queries = positives.sym_size(0), width = positives.sym_size(1);
@@ -240,7 +239,7 @@ PositivesLoss losses_of_positives(const Tensor& input, const Tensor& weight,
     row_sets.push_back(set_of_rows(set, targets, removes_hits, renormalizes && is_draw(set),
                                    scores.scalar_type()));
     if (sums_positives && traits.corrects_target && row_sets.back().target_log_count.defined()) {
-      row_sets.back().target_log_count.fill_(-kInfinity); // joint_score has corrected the score
+      row_sets.back().target_log_count.fill_(-kInf); // joint_score has corrected the score
     }
   }
   const Tensor score = sums_positives
@@ -254,7 +253,7 @@ PositivesLoss losses_of_positives(const Tensor& input, const Tensor& weight,
                             .flatten(0, 1);
   const Tensor row_target = targets.gather(known).flatten();
   const Candidates candidates = arrange_columns(row_sets, queries * rows_per_query, traits);
-  check_candidates(kOp, "input", matrix, row_target, candidates, options);
+  check_candidates(kSeveralPositives, "input", matrix, row_target, candidates, options);
   const Tensor loss =
       loss_of_scores({matrix, row_target, candidates, options, estimator}, options.z_loss);
   return {loss.reshape_symint(score.sym_sizes()), positive_scores, score};
@@ -264,13 +263,13 @@ Tensor several_positives_loss(const Tensor& input, const Tensor& weight, const O
                               const Tensor& target, const Proposal& sets,
                               const SampledSoftmaxOptions& options,
                               const OptionalTensor& class_weight, const OptionalTensor& log_z) {
-  check_positives(kOp, options, class_weight, options.label_smoothing);
+  check_positives(kSeveralPositives, options, class_weight, options.label_smoothing);
   const Tensor positives = distinct_positives(target, options.ignore_index);
   const Tensor loss =
       losses_of_positives(input, weight, bias, positives, sets, options, log_z).loss;
   const Tensor shares = positive_shares(positives, options, class_weight, loss.scalar_type());
   const Tensor query_loss = at::where(shares.eq(0), 0.0, loss * shares).sum(1);
-  return reduced_positives(kOp, query_loss, shares, options.reduction,
+  return reduced_positives(kSeveralPositives, query_loss, shares, options.reduction,
                            target.sym_sizes().slice(0, target.dim() - 1));
 }
 

@@ -31,15 +31,15 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "tower_loss"; // the operator that users call
+constexpr const char* kTowerLoss = "tower_loss"; // the operator that users call
 
 void check_vectors(const char* name, const Tensor& vectors, int64_t dim, const Tensor& query) {
-  check::dim(kOp, name, vectors, dim);
-  check::same_dtype(kOp, name, vectors, "query", query);
-  check::same_device(kOp, name, vectors, "query", query);
-  check::size(kOp, name, vectors, dim - 1, query.sym_size(1), "the width of query");
+  check::dim(kTowerLoss, name, vectors, dim);
+  check::same_dtype(kTowerLoss, name, vectors, "query", query);
+  check::same_device(kTowerLoss, name, vectors, "query", query);
+  check::size(kTowerLoss, name, vectors, dim - 1, query.sym_size(1), "the width of query");
   if (dim == 3 || std::string_view(name) == "target_vector") {
-    check::size(kOp, name, vectors, 0, query.sym_size(0), "the queries");
+    check::size(kTowerLoss, name, vectors, 0, query.sym_size(0), "the queries");
   }
 }
 
@@ -86,7 +86,7 @@ Tensor losses_any(const Tensor& query, const Tensor& target_vector, const Tensor
                   const OptionalTensor& vectors, const OptionalTensor& private_vectors,
                   const OptionalTensors& candidates, at::IntArrayRef distinct,
                   std::string_view options) {
-  check::dim(kOp, "query", query, 2);
+  check::dim(kTowerLoss, "query", query, 2);
   return std::get<0>(
       call_forward(query, target_vector, target, vectors, private_vectors, candidates, distinct,
                    at::ones_symint({query.sym_size(0)},
@@ -205,7 +205,7 @@ Tensor losses_autograd(const Tensor& query, const Tensor& target_vector, const T
                        const OptionalTensors& candidates, at::IntArrayRef distinct,
                        std::string_view options) {
   check::strided_tensors(
-      kOp, {{"query", &query}, {"target_vector", &target_vector}, {"target", &target}});
+      kTowerLoss, {{"query", &query}, {"target_vector", &target_vector}, {"target", &target}});
   return TowerLosses::apply(query, target_vector, target, vectors, private_vectors, candidates,
                             distinct, options);
 }
@@ -214,7 +214,7 @@ Tensor weighted_autograd(const Tensor& query, const Tensor& target_vector, const
                          const OptionalTensor& vectors, const OptionalTensor& private_vectors,
                          const OptionalTensors& candidates, at::IntArrayRef distinct,
                          const Tensor& factor, std::string_view options) {
-  check::strided_tensors(kOp,
+  check::strided_tensors(kTowerLoss,
                          {{"query", &query},
                           {"target_vector", &target_vector},
                           {"target", &target},
@@ -231,7 +231,7 @@ OptionalTensor joined_vectors(const Proposal& sets, at::TensorList vectors, int6
   for (const bool distinct : {true, false}) {
     for (size_t k = 0; k < sets.size(); ++k) {
       if (sets[k].ids.dim() == dim - 1 && sets[k].distinct == distinct) {
-        check::dim(kOp, "vectors of a set", vectors[k], dim);
+        check::dim(kTowerLoss, "vectors of a set", vectors[k], dim);
         parts.push_back(vectors[k].to(dtype));
       }
     }
@@ -245,8 +245,8 @@ Tensor tower_loss_op(const Tensor& query, const Tensor& target_vector, const Ten
                      const OptionalTensors& target_log_count, const c10::List<bool>& distinct,
                      const OptionalTensor& weight, std::string_view options) {
   return tower_loss(query, target_vector, target, vectors,
-                    make_proposal(kOp, ids, log_count, target_log_count, distinct),
-                    parse_options<TowerOptions>(kOp, options), weight);
+                    make_proposal(kTowerLoss, ids, log_count, target_log_count, distinct),
+                    parse_options<TowerOptions>(kTowerLoss, options), weight);
 }
 
 } // namespace
@@ -255,16 +255,16 @@ Tensor tower_loss(const Tensor& query, const Tensor& target_vector, const Tensor
                   at::TensorList set_vectors, const Proposal& sets, const TowerOptions& options,
                   const OptionalTensor& weight) {
   check::strided_tensors(
-      kOp, {{"query", &query}, {"target_vector", &target_vector}, {"target", &target}});
-  const int64_t reduction = reduction_code(kOp, options.reduction);
+      kTowerLoss, {{"query", &query}, {"target_vector", &target_vector}, {"target", &target}});
+  const int64_t reduction = reduction_code(kTowerLoss, options.reduction);
   const EstimatorOptions& estimator = options;
   const std::string inner = text_of(estimator);
-  check::dim(kOp, "query", query, 2);
-  check::floating(kOp, "query", query);
-  TORCH_CHECK_VALUE(set_vectors.size() == sets.size(), kOp, ": expected vectors of each of ",
+  check::dim(kTowerLoss, "query", query, 2);
+  check::floating(kTowerLoss, "query", query);
+  TORCH_CHECK_VALUE(set_vectors.size() == sets.size(), kTowerLoss, ": expected vectors of each of ",
                     sets.size(), " sets, got ", set_vectors.size());
-  const Candidates columns =
-      arrange_columns(sets, query.sym_size(0), find_estimator(kOp, options.estimator).traits);
+  const Candidates columns = arrange_columns(sets, query.sym_size(0),
+                                             find_estimator(kTowerLoss, options.estimator).traits);
   const OptionalTensors candidates = columns.tensors();
   const auto distinct = columns.distinct();
   const Tensor cast_target_vector = target_vector.to(query.scalar_type());
@@ -273,7 +273,7 @@ Tensor tower_loss(const Tensor& query, const Tensor& target_vector, const Tensor
                        private_set_vectors =
                            joined_vectors(sets, set_vectors, 3, query.scalar_type());
   const auto dtype = opmath_dtype(query.scalar_type());
-  check_tower_weight(kOp, weight, query);
+  check_tower_weight(kTowerLoss, weight, query);
   const Tensor shares = is_defined(weight)
       ? weight->detach().to(dtype)
       : at::ones_symint({query.sym_size(0)}, query.options().dtype(dtype).requires_grad(false));
@@ -309,35 +309,35 @@ TowerArguments::TowerArguments(const Tensor& query, const Tensor& target_vector,
                                const OptionalTensors& columns, at::IntArrayRef distinct,
                                std::string_view text)
     : query(query), target_vector(target_vector), target(target), vectors(vectors),
-      private_vectors(private_vectors), candidates(kOp, columns, distinct),
-      options(parse_options<EstimatorOptions>(kOp, text)),
-      estimator(find_estimator(kOp, options.estimator)) {
-  check::dim(kOp, "query", query, 2);
-  check::floating(kOp, "query", query);
+      private_vectors(private_vectors), candidates(kTowerLoss, columns, distinct),
+      options(parse_options<EstimatorOptions>(kTowerLoss, text)),
+      estimator(find_estimator(kTowerLoss, options.estimator)) {
+  check::dim(kTowerLoss, "query", query, 2);
+  check::floating(kTowerLoss, "query", query);
   check_vectors("target_vector", target_vector, 2, query);
   const auto check_candidate_vectors = [&](const char* name, const OptionalTensor& tensor,
                                            const char* ids_name, const OptionalTensor& ids,
                                            int64_t dim) {
-    TORCH_CHECK_VALUE(is_defined(tensor) == is_defined(ids), kOp, ": expected ", name, " and ",
-                      ids_name, ", or neither, got one");
+    TORCH_CHECK_VALUE(is_defined(tensor) == is_defined(ids), kTowerLoss, ": expected ", name,
+                      " and ", ids_name, ", or neither, got one");
     if (is_defined(tensor)) {
       check_vectors(name, *tensor, dim, query);
-      check::size(kOp, name, *tensor, dim - 2, ids->sym_size(-1), ids_name);
+      check::size(kTowerLoss, name, *tensor, dim - 2, ids->sym_size(-1), ids_name);
     }
   };
-  check_candidates(kOp, "query", query, target, candidates, options);
+  check_candidates(kTowerLoss, "query", query, target, candidates, options);
   check_candidate_vectors("vectors", vectors, "shared_ids", candidates.shared_ids, 2);
   check_candidate_vectors("private_vectors", private_vectors, "private_ids", candidates.private_ids,
                           3);
-  TORCH_CHECK_VALUE(estimator.has_kernels(), kOp, ": expected an estimator of the library, got \"",
-                    estimator.name, "\"");
+  TORCH_CHECK_VALUE(estimator.has_kernels(), kTowerLoss,
+                    ": expected an estimator of the library, got \"", estimator.name, "\"");
 }
 
 void check_tower_grad(const Tensor& grad, const Tensor& query) {
-  check::dim(kOp, "grad", grad, 1);
-  check::dtype(kOp, "grad", grad, opmath_dtype(query.scalar_type()));
-  check::size(kOp, "grad", grad, 0, query.sym_size(0), "the queries");
-  check::same_device(kOp, "grad", grad, "query", query);
+  check::dim(kTowerLoss, "grad", grad, 1);
+  check::dtype(kTowerLoss, "grad", grad, opmath_dtype(query.scalar_type()));
+  check::size(kTowerLoss, "grad", grad, 0, query.sym_size(0), "the queries");
+  check::same_device(kTowerLoss, "grad", grad, "query", query);
 }
 
 TowerState tower_loss_forward_reference(const TowerArguments& arguments, const Tensor& grad,

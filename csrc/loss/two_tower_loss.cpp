@@ -31,57 +31,56 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "two_tower_loss_";
+constexpr const char* kTwoTowerLoss = "two_tower_loss_";
 constexpr const char* kNegatives = "ids of negatives";
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 void check_vectors(const char* name, const Tensor& vectors, const Tensor& query) {
   // Composites may also be called with tensors of other layouts, such as sparse ones.
-  check::strided(kOp, name, vectors);
-  check::floating(kOp, name, vectors);
-  check::same_device(kOp, name, vectors, "query", query);
-  check::finite_queries(kOp, name, vectors);
+  check::strided(kTwoTowerLoss, name, vectors);
+  check::floating(kTwoTowerLoss, name, vectors);
+  check::same_device(kTwoTowerLoss, name, vectors, "query", query);
+  check::finite_queries(kTwoTowerLoss, name, vectors);
 }
 
 void check_ids(const char* name, const Tensor& ids, c10::SymIntArrayRef shape,
                const Tensor& query) {
-  check::strided(kOp, name, ids);
-  check::same_device(kOp, name, ids, "query", query);
-  check::int64(kOp, name, ids);
-  TORCH_CHECK_VALUE(ids.sym_sizes() == shape, kOp, ": expected ", name, " of shape ", shape,
-                    ", got ", ids.sym_sizes());
-  check::in_memory(kOp, name, ids);
+  check::strided(kTwoTowerLoss, name, ids);
+  check::same_device(kTwoTowerLoss, name, ids, "query", query);
+  check::int64(kTwoTowerLoss, name, ids);
+  TORCH_CHECK_VALUE(ids.sym_sizes() == shape, kTwoTowerLoss, ": expected ", name, " of shape ",
+                    shape, ", got ", ids.sym_sizes());
+  check::in_memory(kTwoTowerLoss, name, ids);
 }
 
 // Checks the arguments of a call. Returns whether the memory has places.
 bool check_call(const Tensor& query, const Tensor& item, const Tensor& item_id,
                 at::TensorList negatives, const OptionalTensor& weight, at::TensorList memory,
                 bool counted, const TwoTowerOptions& options) {
-  TORCH_CHECK_VALUE(query.dim() == 2 && item.sym_sizes() == query.sym_sizes(), kOp,
+  TORCH_CHECK_VALUE(query.dim() == 2 && item.sym_sizes() == query.sym_sizes(), kTwoTowerLoss,
                     ": expected query and item of one shape [Q, D], got ", query.sym_sizes(),
                     " and ", item.sym_sizes());
   check_vectors("query", query, query);
   check_vectors("item", item, query);
   check_ids("item_id", item_id, query.sym_sizes().slice(0, 1), query);
   if (is_defined(weight)) {
-    check::strided(kOp, "weight", *weight);
+    check::strided(kTwoTowerLoss, "weight", *weight);
   }
-  check_tower_weight(kOp, weight, query);
-  if (has_parts(kOp, "negatives", negatives, 2)) {
+  check_tower_weight(kTwoTowerLoss, weight, query);
+  if (has_parts(kTwoTowerLoss, "negatives", negatives, 2)) {
     const Tensor& vectors = negatives[0];
     const bool shared = vectors.dim() == 2,
                fits = shared || (vectors.dim() == 3 && vectors.sym_size(0) == query.sym_size(0));
-    TORCH_CHECK_VALUE(fits && vectors.sym_size(-1) == query.sym_size(1), kOp,
+    TORCH_CHECK_VALUE(fits && vectors.sym_size(-1) == query.sym_size(1), kTwoTowerLoss,
                       ": expected vectors of negatives of shape [S, ", query.sym_size(1), "] or [",
                       query.sym_size(0), ", P, ", query.sym_size(1), "], got ",
                       vectors.sym_sizes());
     check_vectors("vectors of negatives", vectors, query);
     check_ids(kNegatives, negatives[1], vectors.sym_sizes().slice(0, vectors.dim() - 1), query);
     TORCH_CHECK_VALUE(
-        !shared || options.num_items.has_value() || !counted, kOp,
+        !shared || options.num_items.has_value() || !counted, kTwoTowerLoss,
         ": expected num_items, from which negatives [S, D] are drawn uniformly, got none");
   }
-  return check_memory(kOp, memory, query);
+  return check_memory(kTwoTowerLoss, memory, query);
 }
 
 // Checks the arguments of the step that check_call does not take. Returns the options of the
@@ -89,20 +88,20 @@ bool check_call(const Tensor& query, const Tensor& item, const Tensor& item_id,
 StreamingOptions check_step(const Tensor& query, const Tensor& item_id, at::TensorList everyone,
                             const Tensor& temperature, at::TensorList counts,
                             std::string_view counts_options) {
-  if (has_parts(kOp, "everyone", everyone, 2)) {
-    check::dim(kOp, "vectors of everyone", everyone[0], 2);
-    check::size(kOp, "vectors of everyone", everyone[0], 1, query.sym_size(1),
+  if (has_parts(kTwoTowerLoss, "everyone", everyone, 2)) {
+    check::dim(kTwoTowerLoss, "vectors of everyone", everyone[0], 2);
+    check::size(kTwoTowerLoss, "vectors of everyone", everyone[0], 1, query.sym_size(1),
                 "the width of query");
     check_vectors("vectors of everyone", everyone[0], query);
     check_ids("ids of everyone", everyone[1], everyone[0].sym_sizes().slice(0, 1), query);
   }
-  check::strided(kOp, "temperature", temperature);
-  check_temperature(kOp, temperature, query);
+  check::strided(kTwoTowerLoss, "temperature", temperature);
+  check_temperature(kTwoTowerLoss, temperature, query);
   if (counts.empty()) {
     return {};
   }
-  const StreamingOptions options = streaming_options(kOp, counts_options);
-  check_streaming(kOp, "item_id", item_id, state_of(counts), options);
+  const StreamingOptions options = streaming_options(kTwoTowerLoss, counts_options);
+  check_streaming(kTwoTowerLoss, "item_id", item_id, state_of(counts), options);
   return options;
 }
 
@@ -113,7 +112,7 @@ struct KnownIds {
 
   Tensor operator()(const Tensor& ids, const char* name) const {
     static const auto op = find_op<decltype(known_ids)>("xsoftmax::known_ids");
-    return op.call(ids, number, kOp, name, has_num_items);
+    return op.call(ids, number, kTwoTowerLoss, name, has_num_items);
   }
 };
 
@@ -190,19 +189,19 @@ Proposal sets_of(const StepCandidates& candidates, const Tensor& item_id, bool c
         is_among(private_ids, all_ids, at::cat(candidates.is_filled));
     sets.push_back(
         {private_ids,
-         at::zeros_like(is_repeated, target_count.options()).masked_fill(is_repeated, kInfinity),
-         at::full_like(target_count, -kInfinity), true});
+         at::zeros_like(is_repeated, target_count.options()).masked_fill(is_repeated, kInf),
+         at::full_like(target_count, -kInf), true});
   } else if (private_ids.defined()) {
     const auto log_indicator = [&](const Tensor& tensor) {
-      return at::where(listed(tensor, private_ids), 0.0, -kInfinity);
+      return at::where(listed(tensor, private_ids), 0.0, -kInf);
     };
     count = at::logaddexp(count, log_indicator(all_ids));
     sets.push_back({private_ids,
                     at::logaddexp(log_count(private_ids), log_one)
-                        .masked_fill(~first_occurrences(private_ids), kInfinity),
+                        .masked_fill(~first_occurrences(private_ids), kInf),
                     log_indicator(item_id.unsqueeze(1)).squeeze(1), true});
   }
-  sets.push_back({all_ids, count.masked_fill(~is_eligible, kInfinity), target_count, true});
+  sets.push_back({all_ids, count.masked_fill(~is_eligible, kInf), target_count, true});
   return sets;
 }
 
@@ -212,7 +211,7 @@ void check_two_tower(const Tensor& query, const Tensor& item, const Tensor& item
                      at::TensorList negatives, const OptionalTensor& weight, at::TensorList memory,
                      bool counted, std::string_view options) {
   check_call(query, item, item_id, negatives, weight, memory, counted,
-             two_tower_options(kOp, options));
+             two_tower_options(kTwoTowerLoss, options));
 }
 
 Tensor two_tower_loss_(const Tensor& query, const Tensor& item, const Tensor& item_id,
@@ -223,8 +222,8 @@ Tensor two_tower_loss_(const Tensor& query, const Tensor& item, const Tensor& it
   static const auto update = find_op<decltype(two_tower_update_)>("xsoftmax::two_tower_update_");
   static const auto log_prob =
       find_op<decltype(streaming_log_prob)>("xsoftmax::streaming_log_prob");
-  const TwoTowerOptions options = two_tower_options(kOp, text);
-  const bool counted = has_parts(kOp, "counts", counts, 4);
+  const TwoTowerOptions options = two_tower_options(kTwoTowerLoss, text);
+  const bool counted = has_parts(kTwoTowerLoss, "counts", counts, 4);
   const bool has_memory =
       check_call(query, item, item_id, negatives, weight, memory, counted, options);
   const StreamingOptions stream =

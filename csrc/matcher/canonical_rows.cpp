@@ -21,7 +21,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "canonical_rows";
+constexpr const char* kCanonicalRows = "canonical_rows";
 /// Larger float64 numbers become infinite in float32.
 constexpr double kLargestFloat = 0x1.fffffefffffffp127;
 constexpr double kTinyFloat = 0x1p-150; ///< float64 numbers up to this become 0 in float32
@@ -241,7 +241,7 @@ RowKind kind_named(const std::string& name) {
   if (name == "weights") {
     return RowKind::Weights;
   }
-  TORCH_CHECK_VALUE(name == "scores", kOp,
+  TORCH_CHECK_VALUE(name == "scores", kCanonicalRows,
                     ": expected kind as features, labels, weights or scores, got ", name);
   return RowKind::Scores;
 }
@@ -287,7 +287,8 @@ TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("canonical_rows",
          [](const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t width,
             const std::string& kind) -> std::vector<Tensor> {
-           const auto rows = canonical_rows(kOp, offsets, columns, values, width, kind_named(kind));
+           const auto rows =
+               canonical_rows(kCanonicalRows, offsets, columns, values, width, kind_named(kind));
            if (!rows) {
              return {};
            }

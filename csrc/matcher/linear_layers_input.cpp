@@ -16,34 +16,34 @@ using at::Tensor;
 
 namespace {
 
-constexpr const char* kOp = kLinearLayersTrain;
+constexpr const char* kLinearLayersInput = kLinearLayersTrain;
 
 LinearLoss loss_of(const std::string& name) {
   const bool hinge = name == "hinge", logistic = name == "logistic";
-  TORCH_CHECK_VALUE(hinge || logistic || name == "squared_hinge", kOp,
+  TORCH_CHECK_VALUE(hinge || logistic || name == "squared_hinge", kLinearLayersInput,
                     ": expected loss as squared_hinge, hinge or logistic, got ", name);
   return hinge ? LinearLoss::Hinge : logistic ? LinearLoss::Logistic : LinearLoss::SquaredHinge;
 }
 
 /// Parses and checks the options for a layer below `parents` nodes.
 LinearTraining linear_training(const std::string& text, int64_t parents) {
-  const auto options = parse_options<LinearLayerOptions>(kOp, text);
+  const auto options = parse_options<LinearLayerOptions>(kLinearLayersInput, text);
   const auto number = [](const char* name, double value, const char* range, auto&& fits) {
-    TORCH_CHECK_VALUE(std::isfinite(float(value)) && fits(float(value)), kOp, ": expected ", name,
-                      " as a finite number", range, ", got ", value);
+    TORCH_CHECK_VALUE(std::isfinite(float(value)) && fits(float(value)), kLinearLayersInput,
+                      ": expected ", name, " as a finite number", range, ", got ", value);
     return float(value);
   };
   const auto any = [](float) { return true; };
   const auto positive = [](float value) { return value > 0; };
   const auto not_negative = [](float value) { return value >= 0; };
-  TORCH_CHECK_VALUE(options.sweeps >= 1, kOp, ": expected sweeps of at least 1, got ",
-                    options.sweeps);
-  TORCH_CHECK_VALUE(options.max_weights.value_or(1) >= 1, kOp,
+  TORCH_CHECK_VALUE(options.sweeps >= 1, kLinearLayersInput,
+                    ": expected sweeps of at least 1, got ", options.sweeps);
+  TORCH_CHECK_VALUE(options.max_weights.value_or(1) >= 1, kLinearLayersInput,
                     ": expected max_weights of at least 1 or none, got ", *options.max_weights);
   const int64_t first_parent = options.first_parent,
                 last_parent = options.last_parent.value_or(parents);
-  TORCH_CHECK_VALUE(0 <= first_parent && first_parent <= last_parent && last_parent <= parents, kOp,
-                    ": expected 0 <= first_parent <= last_parent <= ", parents,
+  TORCH_CHECK_VALUE(0 <= first_parent && first_parent <= last_parent && last_parent <= parents,
+                    kLinearLayersInput, ": expected 0 <= first_parent <= last_parent <= ", parents,
                     ", the parents, got ", first_parent, " and ", last_parent);
   return {.loss = loss_of(options.loss),
           .bias = number("bias", options.bias, "", any),
@@ -68,15 +68,15 @@ void check_lengths(const SparseRowsView& examples, float bias) {
     for (int64_t t = examples.offset[i]; t < examples.offset[i + 1]; ++t) {
       square += examples.value[t] * examples.value[t];
     }
-    TORCH_CHECK_VALUE(square <= kMaxSquare, kOp,
+    TORCH_CHECK_VALUE(square <= kMaxSquare, kLinearLayersInput,
                       ": expected rows whose squares and that of bias add up to ", kMaxSquare,
                       " at most, got ", square, " in row ", i);
   }
 }
 
 void check_count(const char* arg, at::TensorList tensors, size_t count, const char* names) {
-  TORCH_CHECK_VALUE(tensors.size() == count, kOp, ": expected ", arg, " as ", count, " tensors, ",
-                    names, ", got ", tensors.size());
+  TORCH_CHECK_VALUE(tensors.size() == count, kLinearLayersInput, ": expected ", arg, " as ", count,
+                    " tensors, ", names, ", got ", tensors.size());
 }
 
 } // namespace
@@ -115,26 +115,27 @@ LinearLayersInput::LinearLayersInput(at::TensorList rows, int64_t features,
   if (!initial.empty()) {
     check_count("initial", initial, kLinearLayerParts * layers, "the parts of each layer");
   }
-  TORCH_CHECK_VALUE(options.size() == layers, kOp, ": expected options for each of ", layers,
-                    " layers, got ", options.size());
-  TORCH_CHECK_VALUE(features >= 0 && features < kLimit, kOp, ": expected features in [0, ", kLimit,
-                    "), got ", features);
+  TORCH_CHECK_VALUE(options.size() == layers, kLinearLayersInput, ": expected options for each of ",
+                    layers, " layers, got ", options.size());
+  TORCH_CHECK_VALUE(features >= 0 && features < kLimit, kLinearLayersInput,
+                    ": expected features in [0, ", kLimit, "), got ", features);
   const Tensor offsets = keep(rows[0]), columns = keep(rows[1]), values = keep(rows[2]);
-  examples_ = check::sparse_rows(kOp, offsets, columns, values, features, /*rising=*/true);
-  TORCH_CHECK_VALUE(examples_.count < kLimit, kOp, ": expected fewer than ", kLimit,
+  examples_ =
+      check::sparse_rows(kLinearLayersInput, offsets, columns, values, features, /*rising=*/true);
+  TORCH_CHECK_VALUE(examples_.count < kLimit, kLinearLayersInput, ": expected fewer than ", kLimit,
                     " examples, got ", examples_.count);
   float largest_bias = 0;
   for (size_t d = 0; d < layers; ++d) {
     const Tensor first = keep(first_child[d]), parent_offsets = keep(parents[2 * d]),
                  label_offsets = keep(labels[2 * d]), label_rows = keep(labels[2 * d + 1]);
     LayerTask layer{};
-    check::numbers(kOp, "first_child", first, at::kLong);
+    check::numbers(kLinearLayersInput, "first_child", first, at::kLong);
     layer.parents =
         check_lists("parent_offsets", parent_offsets, "parent_rows", keep(parents[2 * d + 1]));
-    check::size(kOp, "parent_offsets", parent_offsets, 0, first.size(0),
+    check::size(kLinearLayersInput, "parent_offsets", parent_offsets, 0, first.size(0),
                 "one for each parent, and one");
     layer.labels = check_lists("label_offsets", label_offsets, "label_rows", label_rows);
-    check::offsets(kOp, "first_child", first, layer.labels.count);
+    check::offsets(kLinearLayersInput, "first_child", first, layer.labels.count);
     layer.first_child = first.const_data_ptr<int64_t>();
     layer.training = linear_training(options[d], layer.parents.count);
     layer.costs = label_costs.empty()
@@ -155,18 +156,19 @@ LinearLayersInput::LinearLayersInput(at::TensorList rows, int64_t features,
 
 RowLists LinearLayersInput::check_lists(const char* offsets_name, const Tensor& offsets,
                                         const char* rows_name, const Tensor& rows) {
-  check::lists(kOp, offsets_name, offsets, rows_name, rows, examples_.count, /*rising=*/true);
+  check::lists(kLinearLayersInput, offsets_name, offsets, rows_name, rows, examples_.count,
+               /*rising=*/true);
   return {offsets.size(0) - 1, offsets.const_data_ptr<int64_t>(), rows.const_data_ptr<int32_t>()};
 }
 
 const float* LinearLayersInput::check_costs(const Tensor& label_costs, int64_t count,
                                             float positive_cost) {
   const Tensor costs = keep(label_costs);
-  check::finite_values(kOp, "label_costs", costs, count);
+  check::finite_values(kLinearLayersInput, "label_costs", costs, count);
   for (const float cost : span_of<float>(costs)) {
-    TORCH_CHECK_VALUE(cost >= 0, kOp,
+    TORCH_CHECK_VALUE(cost >= 0, kLinearLayersInput,
                       ": expected label_costs that are finite and not below 0, got ", cost);
-    TORCH_CHECK_VALUE(std::isfinite(cost * positive_cost), kOp,
+    TORCH_CHECK_VALUE(std::isfinite(cost * positive_cost), kLinearLayersInput,
                       ": expected positive_cost times label_costs as finite numbers, got ",
                       positive_cost, " times ", cost);
   }
@@ -176,9 +178,10 @@ const float* LinearLayersInput::check_costs(const Tensor& label_costs, int64_t c
 const InitialLayer* LinearLayersInput::check_initial(const std::vector<Tensor>& parts,
                                                      int64_t features, const Tensor& first_child) {
   TORCH_CHECK_VALUE(
-      parts[0].equal(first_child), kOp,
+      parts[0].equal(first_child), kLinearLayersInput,
       ": expected initial as the parts of a layer with this first_child, got another one");
-  return &initial_.emplace_back(linear_layer_view(kOp, first_child.size(0) - 1, features, parts));
+  return &initial_.emplace_back(
+      linear_layer_view(kLinearLayersInput, first_child.size(0) - 1, features, parts));
 }
 
 Tensor LinearLayersInput::keep(const Tensor& tensor) {

@@ -18,7 +18,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "node_rows";
+constexpr const char* kNodeRows = "node_rows";
 // Smaller blocks, or blocks with fewer pairs than nodes, are slower.
 constexpr int64_t kPairsPerBlock = 1 << 16;
 
@@ -42,10 +42,10 @@ void for_nodes(const std::vector<Pairs>& matrices, int64_t row, std::vector<int3
 }
 
 void check_nodes(const Tensor& nodes, int64_t num_nodes) {
-  check::numbers(kOp, "nodes", nodes, at::kInt);
+  check::numbers(kNodeRows, "nodes", nodes, at::kInt);
   for (const int32_t node : span_of<int32_t>(nodes)) {
-    TORCH_CHECK_INDEX(node >= 0 && node < num_nodes, kOp, ": expected nodes in [0, ", num_nodes,
-                      "), got ", node);
+    TORCH_CHECK_INDEX(node >= 0 && node < num_nodes, kNodeRows, ": expected nodes in [0, ",
+                      num_nodes, "), got ", node);
   }
 }
 
@@ -59,13 +59,13 @@ void check_num_nodes(const char* op, int64_t num_nodes) {
 NodeRows node_rows(at::TensorList offsets, at::TensorList columns, at::TensorList nodes,
                    int64_t num_nodes, const OptionalTensor& costs) {
   TORCH_CHECK_VALUE(
-      !offsets.empty() && offsets.size() == columns.size() && offsets.size() == nodes.size(), kOp,
-      ": expected offsets, columns and nodes of at least one matrix, got ", offsets.size(), ", ",
-      columns.size(), " and ", nodes.size());
-  check_num_nodes(kOp, num_nodes);
-  check::numbers(kOp, "offsets", offsets[0], at::kLong);
+      !offsets.empty() && offsets.size() == columns.size() && offsets.size() == nodes.size(),
+      kNodeRows, ": expected offsets, columns and nodes of at least one matrix, got ",
+      offsets.size(), ", ", columns.size(), " and ", nodes.size());
+  check_num_nodes(kNodeRows, num_nodes);
+  check::numbers(kNodeRows, "offsets", offsets[0], at::kLong);
   const int64_t n = offsets[0].size(0) - 1;
-  TORCH_CHECK_VALUE(n < std::numeric_limits<int32_t>::max(), kOp,
+  TORCH_CHECK_VALUE(n < std::numeric_limits<int32_t>::max(), kNodeRows,
                     ": expected fewer than 2^31 - 1 rows, got ", n);
   std::vector<Tensor> kept;
   std::vector<Pairs> matrices;
@@ -74,8 +74,8 @@ NodeRows node_rows(at::TensorList offsets, at::TensorList columns, at::TensorLis
     const Tensor offset = offsets[i].contiguous(), column = columns[i].contiguous(),
                  node = nodes[i].contiguous();
     check_nodes(node, num_nodes);
-    check::lists(kOp, "offsets", offset, "columns", column, node.size(0), /*rising=*/false);
-    check::size(kOp, "offsets", offset, 0, n + 1, "those of the first matrix");
+    check::lists(kNodeRows, "offsets", offset, "columns", column, node.size(0), /*rising=*/false);
+    check::size(kNodeRows, "offsets", offset, 0, n + 1, "those of the first matrix");
     matrices.push_back({offset.const_data_ptr<int64_t>(), column.const_data_ptr<int32_t>(),
                         node.const_data_ptr<int32_t>()});
     kept.insert(kept.end(), {offset, column, node});
@@ -84,9 +84,9 @@ NodeRows node_rows(at::TensorList offsets, at::TensorList columns, at::TensorLis
   const bool has_costs = is_defined(costs);
   const Tensor cost = has_costs ? costs->contiguous() : Tensor();
   if (has_costs) {
-    TORCH_CHECK_VALUE(matrices.size() == 1, kOp, ": expected costs with one matrix, got ",
+    TORCH_CHECK_VALUE(matrices.size() == 1, kNodeRows, ": expected costs with one matrix, got ",
                       matrices.size());
-    check::finite_values(kOp, "costs", cost, total);
+    check::finite_values(kNodeRows, "costs", cost, total);
   }
 
   // Each block of rows counts its rows of each node, then writes them after those of earlier

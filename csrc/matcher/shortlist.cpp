@@ -27,7 +27,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "shortlist";
+constexpr const char* kShortlist = "shortlist";
 
 struct Tree {
   int64_t nodes;
@@ -35,15 +35,16 @@ struct Tree {
 
   std::pair<int64_t, int64_t> children(int64_t node) const {
     const int64_t begin = first_child[node], end = first_child[node + 1];
-    TORCH_CHECK_VALUE(begin > node && begin <= end && end <= nodes, kOp,
+    TORCH_CHECK_VALUE(begin > node && begin <= end && end <= nodes, kShortlist,
                       ": expected first_child to rise from above node ", node, " to at most ",
                       nodes, ", got ", begin, " and ", end);
     return {begin, end};
   }
 
   int64_t parent_of(int64_t node) const {
-    TORCH_CHECK_VALUE(parent[node] >= 0 && parent[node] < node, kOp, ": expected parent of node ",
-                      node, " in [0, ", node, "), got ", parent[node]);
+    TORCH_CHECK_VALUE(parent[node] >= 0 && parent[node] < node, kShortlist,
+                      ": expected parent of node ", node, " in [0, ", node, "), got ",
+                      parent[node]);
     return parent[node];
   }
 };
@@ -51,8 +52,8 @@ struct Tree {
 void add_ids(std::vector<int64_t>& to, const char* name, const int64_t* ids, int64_t count,
              int64_t least, int64_t nodes) {
   for (int64_t i = 0; i < count; ++i) {
-    TORCH_CHECK_INDEX(ids[i] == -1 || (ids[i] >= least && ids[i] < nodes), kOp, ": expected ", name,
-                      " in [", least, ", ", nodes, ") or -1, got ", ids[i]);
+    TORCH_CHECK_INDEX(ids[i] == -1 || (ids[i] >= least && ids[i] < nodes), kShortlist,
+                      ": expected ", name, " in [", least, ", ", nodes, ") or -1, got ", ids[i]);
     if (ids[i] >= 0) {
       to.push_back(ids[i]);
     }
@@ -135,7 +136,7 @@ namespace {
 
 // Checks the nodes whose children are listed, as the kernel does.
 void check_found(const Tensor& node, const Tensor& first_child, const Tensor& parent) {
-  check::class_ids(kOp, "parents", node, parent.size(0));
+  check::class_ids(kShortlist, "parents", node, parent.size(0));
   const Tensor found = node.contiguous(), children = first_child.contiguous(),
                contiguous_parent = parent.contiguous();
   const Tree tree{parent.size(0), children.const_data_ptr<int64_t>(),
@@ -153,14 +154,14 @@ void check_shortlist(const Tensor& parents, const Tensor& targets, const Tensor&
                                           {"targets", &targets, 2},
                                           {"first_child", &first_child, 1},
                                           {"parent", &parent, 1}}) {
-    check::dim(kOp, name, *tensor, dim);
-    check::int64(kOp, name, *tensor);
-    check::same_device(kOp, name, *tensor, "parents", parents);
+    check::dim(kShortlist, name, *tensor, dim);
+    check::int64(kShortlist, name, *tensor);
+    check::same_device(kShortlist, name, *tensor, "parents", parents);
   }
-  check::size(kOp, "targets", targets, 0, parents.sym_size(0), "the rows of parents");
-  check::size(kOp, "first_child", first_child, 0, parent.sym_size(0) + 1,
+  check::size(kShortlist, "targets", targets, 0, parents.sym_size(0), "the rows of parents");
+  check::size(kShortlist, "first_child", first_child, 0, parent.sym_size(0) + 1,
               "the nodes of the tree, and one");
-  TORCH_CHECK_VALUE(most.value_or(1) >= 1, kOp, ": expected most of at least 1, got ",
+  TORCH_CHECK_VALUE(most.value_or(1) >= 1, kShortlist, ": expected most of at least 1, got ",
                     most.value_or(1));
 }
 

@@ -20,7 +20,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "sparse_row_sums";
+constexpr const char* kSparseRowSums = "sparse_row_sums";
 constexpr int64_t kListsAtOnce = 64;
 
 /// The sums of consecutive lists, concatenated.
@@ -85,14 +85,15 @@ class Adder {
 
 SparseRows sparse_row_sums(const Tensor& offsets, const Tensor& columns, const Tensor& values,
                            int64_t features, const Tensor& list_offsets, const Tensor& list_rows) {
-  TORCH_CHECK_VALUE(features >= 0 && features <= std::numeric_limits<int32_t>::max(), kOp,
-                    ": expected features in [0, 2^31), got ", features);
+  TORCH_CHECK_VALUE(features >= 0 && features <= std::numeric_limits<int32_t>::max(),
+                    kSparseRowSums, ": expected features in [0, 2^31), got ", features);
   const Tensor row_offsets = offsets.contiguous(), row_columns = columns.contiguous(),
                row_values = values.contiguous();
   const Tensor lists = list_offsets.contiguous(), rows = list_rows.contiguous();
-  const SparseRowsView view =
-      check::sparse_rows(kOp, row_offsets, row_columns, row_values, features, /*rising=*/false);
-  check::lists(kOp, "list_offsets", lists, "list_rows", rows, view.count, /*rising=*/false);
+  const SparseRowsView view = check::sparse_rows(kSparseRowSums, row_offsets, row_columns,
+                                                 row_values, features, /*rising=*/false);
+  check::lists(kSparseRowSums, "list_offsets", lists, "list_rows", rows, view.count,
+               /*rising=*/false);
 
   const int64_t count = lists.size(0) - 1, blocks = (count + kListsAtOnce - 1) / kListsAtOnce;
   const int64_t* list = lists.const_data_ptr<int64_t>();
@@ -101,7 +102,7 @@ SparseRows sparse_row_sums(const Tensor& offsets, const Tensor& columns, const T
   int64_t* end = ends.mutable_data_ptr<int64_t>();
   end[0] = 0;
   std::vector<Sums> sums(blocks);
-  LongWork work(kOp, blocks);
+  LongWork work(kSparseRowSums, blocks);
   std::atomic<int64_t> next = 0;
   at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
     Adder adder(view);

@@ -34,7 +34,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kName = "XRLinear";
+constexpr const char* kXrLinear = "XRLinear";
 constexpr int64_t kMaxNodes = int64_t(1) << 48;
 constexpr int64_t kBlock = 128; // queries that are searched together
 
@@ -50,7 +50,7 @@ ScoreCombiner combiner_named(std::string_view name, std::string_view transform) 
   if (name == "add") {
     return ScoreCombiner::Add;
   }
-  TORCH_CHECK_VALUE(name == "last", kName,
+  TORCH_CHECK_VALUE(name == "last", kXrLinear,
                     ": expected combiner as \"multiply\", \"add\" or \"last\", got \"", name, "\"");
   return ScoreCombiner::Last;
 }
@@ -62,7 +62,7 @@ class LayerNames {
   LayerNames(const char* option, std::string_view text, size_t layers)
       : rest_(text), is_single_(text.find(',') == std::string_view::npos) {
     const auto names = 1 + size_t(std::count(text.begin(), text.end(), ','));
-    TORCH_CHECK_VALUE(is_single_ || names == layers, kName, ": expected ", option,
+    TORCH_CHECK_VALUE(is_single_ || names == layers, kXrLinear, ": expected ", option,
                       " as one name, or one for each of ", layers, " layers, got ", names);
   }
 
@@ -104,7 +104,7 @@ LinearBeamOptions beam_options(const XRLinearPredictOptions& options,
   LinearBeamOptions result{beam, topk, {}, /*logs=*/true};
   for (size_t depth = 0; depth < layers; ++depth) {
     const std::string_view transform = transforms.next();
-    const auto [kind, power] = transform_named(kName, transform);
+    const auto [kind, power] = transform_named(kXrLinear, transform);
     result.scoring.push_back({kind, power, combiner_named(combiners.next(), transform)});
     result.logs = result.logs && with_log_scores(result.scoring.back()).has_value();
   }
@@ -124,12 +124,12 @@ struct QueryTensors {
 
 QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const Tensor& values,
                            const OptionalTensor& dense, int64_t dense_begin, int64_t features) {
-  check::numbers(kName, "offsets", offsets,
+  check::numbers(kXrLinear, "offsets", offsets,
                  offsets.scalar_type() == at::kInt ? at::kInt : at::kLong);
-  check::numbers(kName, "columns", columns,
+  check::numbers(kXrLinear, "columns", columns,
                  columns.scalar_type() == at::kLong ? at::kLong : at::kInt);
-  check::numbers(kName, "values", values, at::kFloat);
-  TORCH_CHECK_VALUE(offsets.size(0) >= 1, kName,
+  check::numbers(kXrLinear, "values", values, at::kFloat);
+  TORCH_CHECK_VALUE(offsets.size(0) >= 1, kXrLinear,
                     ": expected offsets with a number for each query and one, got none");
   QueryTensors queries{check::readable(offsets.to(at::kLong)),
                        check::readable(columns),
@@ -137,21 +137,22 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
                        {},
                        {}};
   if (is_defined(dense)) {
-    check::dim(kName, "dense", *dense, 2);
-    check::dtype(kName, "dense", *dense, at::kFloat);
-    TORCH_CHECK_TYPE(dense->is_cpu(), kName, ": expected dense on the CPU, got ", dense->device());
-    check::size(kName, "dense", *dense, 0, offsets.size(0) - 1, "the queries");
-    TORCH_CHECK_VALUE(dense_begin >= 0 && dense_begin + dense->size(1) == features, kName,
+    check::dim(kXrLinear, "dense", *dense, 2);
+    check::dtype(kXrLinear, "dense", *dense, at::kFloat);
+    TORCH_CHECK_TYPE(dense->is_cpu(), kXrLinear, ": expected dense on the CPU, got ",
+                     dense->device());
+    check::size(kXrLinear, "dense", *dense, 0, offsets.size(0) - 1, "the queries");
+    TORCH_CHECK_VALUE(dense_begin >= 0 && dense_begin + dense->size(1) == features, kXrLinear,
                       ": expected dense_begin and the width of dense to add up to ", features,
                       ", got ", dense_begin, " and ", dense->size(1));
     queries.dense = check::readable(*dense);
     for (const float value : span_of<float>(queries.dense)) {
-      TORCH_CHECK_VALUE(std::isfinite(value), kName, ": expected dense with finite numbers, got ",
-                        value);
+      TORCH_CHECK_VALUE(std::isfinite(value), kXrLinear,
+                        ": expected dense with finite numbers, got ", value);
     }
   }
   const int64_t columns_end = is_defined(dense) ? dense_begin : features;
-  if (const auto rows = canonical_rows(kName, queries.offset, queries.feature, queries.value,
+  if (const auto rows = canonical_rows(kXrLinear, queries.offset, queries.feature, queries.value,
                                        columns_end, RowKind::Weights)) {
     std::tie(queries.offset, queries.feature, queries.value) =
         std::tie(rows->offsets, rows->columns, rows->values);
@@ -182,32 +183,33 @@ BeamWorkspace& thread_workspace() {
 XRLinear::XRLinear(int64_t features, double bias, const std::string& transform, Tensor labels,
                    std::vector<std::vector<Tensor>> layers)
     : features_(features), bias_(bias), transform_(transform), parts_(std::move(layers)) {
-  TORCH_CHECK_VALUE(features >= 0 && features < std::numeric_limits<int32_t>::max(), kName,
+  TORCH_CHECK_VALUE(features >= 0 && features < std::numeric_limits<int32_t>::max(), kXrLinear,
                     ": expected features in [0, 2^31 - 1), got ", features);
-  TORCH_CHECK_VALUE(std::isfinite(bias), kName, ": expected bias as a finite number, got ", bias);
-  transform_named(kName, transform);
-  check::numbers(kName, "labels", labels, at::kLong);
+  TORCH_CHECK_VALUE(std::isfinite(bias), kXrLinear, ": expected bias as a finite number, got ",
+                    bias);
+  transform_named(kXrLinear, transform);
+  check::numbers(kXrLinear, "labels", labels, at::kLong);
   labels_ = check::readable(labels);
-  TORCH_CHECK_VALUE(!parts_.empty(), kName, ": expected at least one layer, got none");
+  TORCH_CHECK_VALUE(!parts_.empty(), kXrLinear, ": expected at least one layer, got none");
   int64_t nodes = 1;
   layers_.reserve(parts_.size());
   for (auto& parts : parts_) {
-    TORCH_CHECK_VALUE(parts.size() == kLinearLayerParts, kName, ": expected ", kLinearLayerParts,
-                      " parts of a layer, got ", parts.size());
+    TORCH_CHECK_VALUE(parts.size() == kLinearLayerParts, kXrLinear, ": expected ",
+                      kLinearLayerParts, " parts of a layer, got ", parts.size());
     for (Tensor& part : parts) {
       part = check::readable(part);
     }
-    layers_.emplace_back(linear_layer_view(kName, nodes, features, parts), int32_t(features));
+    layers_.emplace_back(linear_layer_view(kXrLinear, nodes, features, parts), int32_t(features));
     nodes = layers_.back().children();
-    TORCH_CHECK_VALUE(nodes < kMaxNodes, kName,
+    TORCH_CHECK_VALUE(nodes < kMaxNodes, kXrLinear,
                       ": expected first_child of fewer than 2^48 nodes, got ", nodes);
   }
-  check::size(kName, "labels", labels_, 0, nodes, "the nodes of the last layer");
-  check::class_ids(kName, "labels", labels_, nodes);
+  check::size(kXrLinear, "labels", labels_, 0, nodes, "the nodes of the last layer");
+  check::class_ids(kXrLinear, "labels", labels_, nodes);
   leaf_.assign(nodes, -1);
   const auto label = span_of<int64_t>(labels_);
   for (int64_t i = 0; i < nodes; ++i) {
-    TORCH_CHECK_VALUE(leaf_[label[i]] < 0, kName, ": expected different labels, got ", label[i],
+    TORCH_CHECK_VALUE(leaf_[label[i]] < 0, kXrLinear, ": expected different labels, got ", label[i],
                       " twice");
     leaf_[label[i]] = i;
   }
@@ -219,8 +221,8 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
                                         const Tensor& values,
                                         const XRLinearPredictOptions& predict_options) const {
   const int64_t topk = predict_options.topk(), beam = predict_options.beam();
-  TORCH_CHECK_VALUE(topk >= 0, kName, ": expected topk of at least 0, got ", topk);
-  TORCH_CHECK_VALUE(beam >= 1, kName, ": expected beam of at least 1, got ", beam);
+  TORCH_CHECK_VALUE(topk >= 0, kXrLinear, ": expected topk of at least 0, got ", topk);
+  TORCH_CHECK_VALUE(beam >= 1, kXrLinear, ": expected beam of at least 1, got ", beam);
   const QueryTensors queries = check_queries(offsets, columns, values, predict_options.dense(),
                                              predict_options.dense_begin(), features_);
   const bool per_query =
@@ -284,9 +286,9 @@ std::tuple<Tensor, Tensor> XRLinear::topk(const Tensor& offsets, const Tensor& c
                                           const Tensor& values,
                                           const XRLinearPredictOptions& options,
                                           const OptionalTensor& exclude) const {
-  TORCH_CHECK_VALUE(options.topk() >= 0, kName, ": expected topk of at least 0, got ",
+  TORCH_CHECK_VALUE(options.topk() >= 0, kXrLinear, ": expected topk of at least 0, got ",
                     options.topk());
-  TORCH_CHECK_VALUE(!is_defined(exclude) || exclude->dim() == 2, kName,
+  TORCH_CHECK_VALUE(!is_defined(exclude) || exclude->dim() == 2, kXrLinear,
                     ": expected exclude of shape [n, E], got ", exclude->sizes());
   const int64_t wanted = options.topk() + (is_defined(exclude) ? exclude->size(1) : 0);
   const auto [ends, found, found_scores] =
@@ -307,11 +309,11 @@ std::tuple<Tensor, Tensor> XRLinear::topk(const Tensor& offsets, const Tensor& c
 }
 
 Tensor XRLinear::predict_csr(const Tensor& queries, const XRLinearPredictOptions& options) const {
-  TORCH_CHECK_TYPE(queries.layout() == at::kSparseCsr, kName,
+  TORCH_CHECK_TYPE(queries.layout() == at::kSparseCsr, kXrLinear,
                    ": expected queries as a sparse CSR tensor, got layout ", queries.layout());
-  TORCH_CHECK_VALUE(queries.dim() == 2, kName, ": expected queries with 2 dimensions, got shape ",
-                    queries.sizes());
-  check::size(kName, "queries", queries, 1, features_, "the features of the model");
+  TORCH_CHECK_VALUE(queries.dim() == 2, kXrLinear,
+                    ": expected queries with 2 dimensions, got shape ", queries.sizes());
+  check::size(kXrLinear, "queries", queries, 1, features_, "the features of the model");
   const auto [offsets, labels, scores] =
       predict(queries.crow_indices(), queries.col_indices(), queries.values(), options);
   // CSR tensors need increasing columns.
@@ -334,9 +336,9 @@ Tensor XRLinear::predict_csr(const Tensor& queries, const XRLinearPredictOptions
 }
 
 std::vector<AllowedNodes> XRLinear::allowed_nodes(const Tensor& only) const {
-  check::numbers(kName, "only", only, at::kLong);
+  check::numbers(kXrLinear, "only", only, at::kLong);
   const Tensor wanted = check::readable(only);
-  check::class_ids(kName, "only", wanted, num_labels());
+  check::class_ids(kXrLinear, "only", wanted, num_labels());
   std::vector<AllowedNodes> allowed(layers_.size());
   for (size_t depth = 0; depth < layers_.size(); ++depth) {
     allowed[depth].marked.assign(layers_[depth].children(), false);
@@ -353,12 +355,13 @@ std::vector<AllowedNodes> XRLinear::allowed_nodes(const Tensor& only) const {
 
 std::vector<AllowedNodes> XRLinear::nodes_of_queries(const Tensor& only, int64_t queries) const {
   TORCH_CHECK_VALUE(only.dim() == 2 && only.size(0) == queries && only.size(1) == num_labels(),
-                    kName, ": expected only of shape [", queries, ", ", num_labels(),
+                    kXrLinear, ": expected only of shape [", queries, ", ", num_labels(),
                     "], labels of each query, got ", only.sizes());
-  check::class_ids(kName, "only", only.col_indices().to(at::kLong), num_labels());
+  check::class_ids(kXrLinear, "only", only.col_indices().to(at::kLong), num_labels());
   const Tensor ends = only.crow_indices().to(at::kLong).contiguous(),
                columns = only.col_indices().to(at::kInt).contiguous();
-  check::lists(kName, "crow_indices of only", ends, "col_indices of only", columns, num_labels(),
+  check::lists(kXrLinear, "crow_indices of only", ends, "col_indices of only", columns,
+               num_labels(),
                /*rising=*/false);
   const auto end = span_of<int64_t>(ends);
   const auto label = span_of<int32_t>(columns);
@@ -392,7 +395,7 @@ std::vector<AllowedNodes> XRLinear::nodes_of_queries(const Tensor& only, int64_t
 }
 
 std::vector<Tensor> XRLinear::layer(int64_t depth) const {
-  TORCH_CHECK_INDEX(depth >= 0 && depth < this->depth(), kName, ": expected a layer in [0, ",
+  TORCH_CHECK_INDEX(depth >= 0 && depth < this->depth(), kXrLinear, ": expected a layer in [0, ",
                     this->depth(), "), got ", depth);
   // Copies, because the model's tensors have been validated and may be read-only.
   std::vector<Tensor> parts;
@@ -416,11 +419,11 @@ XSOFTMAX_OPERATORS(m) {
                           const Tensor& labels, std::vector<std::vector<Tensor>> layers) {
         for (auto& parts : layers) {
           for (Tensor& part : parts) {
-            check::strided(kName, "layers", part);
+            check::strided(kXrLinear, "layers", part);
             part = part.clone(); // validated now, so later changes must not reach it
           }
         }
-        check::strided(kName, "labels", labels);
+        check::strided(kXrLinear, "labels", labels);
         return c10::make_intrusive<XRLinear>(features, bias, transform, labels.clone(),
                                              std::move(layers));
       }))

@@ -22,7 +22,7 @@ namespace xsoftmax::nn {
 
 using at::Tensor;
 
-namespace { constexpr const char* kName = "CaneLoss"; } // namespace
+namespace { constexpr const char* kCaneModule = "CaneLoss"; } // namespace
 
 std::string cane_estimator(const char* name, const std::string& noise_reduction) {
   TORCH_CHECK_VALUE(noise_reduction == "mean_of_logs" || noise_reduction == "log_of_mean", name,
@@ -86,47 +86,48 @@ samplers::ComplementSampler make_noise_sampler(const char* name,
 
 CaneLossImpl::CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneOptions& cane,
                            const LossOptions& options)
-    : CandidateLossImpl(kName, in_features, num_classes, options),
+    : CandidateLossImpl(kCaneModule, in_features, num_classes, options),
       candidate_sampler(cane.candidate_sampler.or_null()) {
-  TORCH_CHECK_VALUE(options.label_smoothing == 0, kName, ": expected label_smoothing of 0, got ",
-                    options.label_smoothing);
-  TORCH_CHECK_VALUE(!cane.candidates.defined() || candidate_sampler == nullptr, kName,
+  TORCH_CHECK_VALUE(options.label_smoothing == 0, kCaneModule,
+                    ": expected label_smoothing of 0, got ", options.label_smoothing);
+  TORCH_CHECK_VALUE(!cane.candidates.defined() || candidate_sampler == nullptr, kCaneModule,
                     ": expected candidates or candidate_sampler, got both");
-  step_.estimator = cane_estimator(kName, cane.noise_reduction);
+  step_.estimator = cane_estimator(kCaneModule, cane.noise_reduction);
   step_.sparse_grad = cane.sparse_grad;
   if (candidate_sampler != nullptr) {
     TORCH_CHECK_VALUE(
         candidate_sampler->num_classes() == num_classes && candidate_sampler->num_samples() >= 1,
-        kName, ": expected a candidate_sampler of ", num_classes,
+        kCaneModule, ": expected a candidate_sampler of ", num_classes,
         " classes that draws one at least, got one of ", candidate_sampler->num_classes(),
         " that draws ", candidate_sampler->num_samples());
     for (const auto& part : candidate_sampler->modules()) {
       TORCH_CHECK_VALUE(std::dynamic_pointer_cast<samplers::StreamingCountsImpl>(part) == nullptr,
-                        kName, ": expected candidates that do not depend on the target, got a ",
+                        kCaneModule,
+                        ": expected candidates that do not depend on the target, got a ",
                         candidate_sampler->name(), " that counts targets");
     }
     TORCH_CHECK_VALUE(
-        candidate_sampler != cane.noise_sampler.or_null(), kName,
+        candidate_sampler != cane.noise_sampler.or_null(), kCaneModule,
         ": expected two samplers for candidates and noise, got one for both: make a second one");
     if (candidate_sampler->claimed()) { // claimed before the noise sampler
-      candidate_sampler->claim(kName);
+      candidate_sampler->claim(kCaneModule);
     }
     register_module("candidate_sampler", candidate_sampler);
   } else if (cane.candidates.defined()) {
-    candidates_ = distinct_ids(cane.candidates, num_classes, kName, "candidates");
-    TORCH_CHECK_VALUE(candidates_.numel() > 0, kName,
+    candidates_ = distinct_ids(cane.candidates, num_classes, kCaneModule, "candidates");
+    TORCH_CHECK_VALUE(candidates_.numel() > 0, kCaneModule,
                       ": expected at least one class as candidates, got none");
   }
   noise = register_module("noise",
-                          make_noise_sampler(kName, cane.noise_sampler,
+                          make_noise_sampler(kCaneModule, cane.noise_sampler,
                                              {.num_noises = cane.num_noises,
                                               .num_classes = num_classes,
                                               .dim = in_features,
                                               .bias = options_.bias,
                                               .candidates = candidates_}));
-  noise->claim(kName);
+  noise->claim(kCaneModule);
   if (candidate_sampler != nullptr) {
-    candidate_sampler->claim(kName);
+    candidate_sampler->claim(kCaneModule);
   }
 }
 
@@ -144,14 +145,14 @@ UnionPart candidates_of(const Tensor& input, const std::optional<Tensor>& ids_ar
                         const Tensor& fixed,
                         const std::shared_ptr<samplers::SamplerImpl>& sampler) {
   if (is_defined(ids_argument)) {
-    TORCH_CHECK_VALUE(sampler == nullptr && !fixed.defined(), kName,
+    TORCH_CHECK_VALUE(sampler == nullptr && !fixed.defined(), kCaneModule,
                       ": expected no candidates in the call of a loss that has its own, got some");
     const Tensor& ids = *ids_argument;
     TORCH_CHECK_VALUE(
         ids.dim() == 1 ||
             (ids.dim() >= 1 &&
              ids.sizes().slice(0, ids.dim() - 1) == input.sizes().slice(0, input.dim() - 1)),
-        kName,
+        kCaneModule,
         ": expected candidates of shape [C], or that of target with one more dimension, got ",
         ids.sizes());
     return caller_candidates(ids.dim() <= 2 ? ids : ids.flatten(0, -2));
@@ -163,7 +164,7 @@ UnionPart candidates_of(const Tensor& input, const std::optional<Tensor>& ids_ar
             {}};
   }
   TORCH_CHECK_VALUE(
-      sampler != nullptr, kName,
+      sampler != nullptr, kCaneModule,
       ": expected candidates in each call of a loss whose options have none, got none");
   return samplers::part_of(sampler);
 }

@@ -37,7 +37,7 @@ using at::Tensor;
 using matcher::Edges;
 using matcher::Layer;
 
-constexpr const char* kOp = "matcher_init_layer_";
+constexpr const char* kHierarchicalMatcherInit = "matcher_init_layer_";
 constexpr int64_t kBlock = 4096;  // examples summed at once
 constexpr int64_t kSample = 4096; // examples used to fit scale and offset
 constexpr int64_t kPart = 512;    // of those, examples scored at once
@@ -144,36 +144,38 @@ std::pair<double, double> fit(const Tensor& scores, const Tensor& right, double 
 Tensor check_init_layer(at::TensorList tables, const Tensor& input, const Tensor& target,
                         const TreeTables& tree, at::IntArrayRef layer_sizes, int64_t layer,
                         const HierarchicalMatcherOptions& options) {
-  TORCH_CHECK_VALUE(tables.size() == 1 || tables.size() == 2, kOp,
+  TORCH_CHECK_VALUE(tables.size() == 1 || tables.size() == 2, kHierarchicalMatcherInit,
                     ": expected tables as weight, or weight and bias, got ", tables.size(),
                     " tensors");
   const Edges edges{tables[0], tables.size() == 2 ? OptionalTensor(tables[1]) : std::nullopt, tree,
                     layer_sizes};
-  matcher::check_options(kOp, options);
-  const Tensor queries = matcher::check_step(kOp, input, target, edges);
-  check::linear(kOp, queries, edges.weight, edges.bias); // also under autocast
-  const Layer current_layer(kOp, layer_sizes, layer);
-  TORCH_CHECK_VALUE(queries.sym_size(0) >= 1, kOp, ": expected at least one example, got none");
+  matcher::check_options(kHierarchicalMatcherInit, options);
+  const Tensor queries = matcher::check_step(kHierarchicalMatcherInit, input, target, edges);
+  check::linear(kHierarchicalMatcherInit, queries, edges.weight, edges.bias); // also under autocast
+  const Layer current_layer(kHierarchicalMatcherInit, layer_sizes, layer);
+  TORCH_CHECK_VALUE(queries.sym_size(0) >= 1, kHierarchicalMatcherInit,
+                    ": expected at least one example, got none");
   return queries;
 }
 
 void init_layer(at::TensorList tables, const Tensor& input, const Tensor& target,
                 at::TensorList label_tree, at::IntArrayRef layer_sizes, int64_t layer,
                 std::string_view text) {
-  const TreeTables tree(kOp, label_tree);
-  const auto options = parse_options<HierarchicalMatcherOptions>(kOp, text);
+  const TreeTables tree(kHierarchicalMatcherInit, label_tree);
+  const auto options = parse_options<HierarchicalMatcherOptions>(kHierarchicalMatcherInit, text);
   const Tensor queries = check_init_layer(tables, input, target, tree, layer_sizes, layer, options);
   const bool has_bias = tables.size() == 2;
-  TORCH_CHECK_VALUE(queries.isfinite().all().item<bool>(), kOp,
+  TORCH_CHECK_VALUE(queries.isfinite().all().item<bool>(), kHierarchicalMatcherInit,
                     ": expected input of finite numbers, got others");
   const Edges edges{tables[0], has_bias ? OptionalTensor(tables[1]) : std::nullopt, tree,
                     layer_sizes};
-  const Layer current_layer(kOp, layer_sizes, layer);
+  const Layer current_layer(kHierarchicalMatcherInit, layer_sizes, layer);
   const Examples examples{
       queries,
-      matcher::true_nodes(kOp, target.reshape({queries.size(0), target.size(-1)}), edges, layer)};
-  TORCH_CHECK_VALUE(examples.nodes.lt(current_layer.end).all().item<bool>(), kOp,
-                    ": expected parent with a node of layer ", layer,
+      matcher::true_nodes(kHierarchicalMatcherInit,
+                          target.reshape({queries.size(0), target.size(-1)}), edges, layer)};
+  TORCH_CHECK_VALUE(examples.nodes.lt(current_layer.end).all().item<bool>(),
+                    kHierarchicalMatcherInit, ": expected parent with a node of layer ", layer,
                     " above each label that is deeper, got another");
   const Prototypes prototype_sums = prototypes(examples, current_layer, has_bias);
   const auto [scores, right] =
@@ -187,7 +189,8 @@ void init_layer(at::TensorList tables, const Tensor& input, const Tensor& target
                shift = (prototype_sums.shift * scale + offset).to(dtype);
   TORCH_CHECK_VALUE((fits || unit == 0) && rows.isfinite().all().item<bool>() &&
                         shift.isfinite().all().item<bool>(),
-                    kOp, ": expected input whose sums and scores are finite, got larger numbers");
+                    kHierarchicalMatcherInit,
+                    ": expected input whose sums and scores are finite, got larger numbers");
   tables[0].narrow(0, current_layer.begin - 1, current_layer.size()).copy_(rows);
   if (has_bias) {
     tables[1].narrow(0, current_layer.begin - 1, current_layer.size()).copy_(shift);
@@ -197,8 +200,8 @@ void init_layer(at::TensorList tables, const Tensor& input, const Tensor& target
 void init_layer_meta(at::TensorList tables, const Tensor& input, const Tensor& target,
                      at::TensorList tree, at::IntArrayRef layer_sizes, int64_t layer,
                      std::string_view text) {
-  check_init_layer(tables, input, target, {kOp, tree}, layer_sizes, layer,
-                   parse_options<HierarchicalMatcherOptions>(kOp, text));
+  check_init_layer(tables, input, target, {kHierarchicalMatcherInit, tree}, layer_sizes, layer,
+                   parse_options<HierarchicalMatcherOptions>(kHierarchicalMatcherInit, text));
 }
 
 void check_next_layer(const Tensor& table, const Tensor& parent, at::IntArrayRef layer_sizes,

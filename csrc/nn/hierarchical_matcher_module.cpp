@@ -13,19 +13,20 @@ using at::Tensor;
 
 namespace {
 
-constexpr const char* kName = "HierarchicalMatcher";
+constexpr const char* kHierarchicalMatcherModule = "HierarchicalMatcher";
 
-TreeTables tables(const LabelTree& tree) { return {kName, tree->tables()}; }
+TreeTables tables(const LabelTree& tree) { return {kHierarchicalMatcherModule, tree->tables()}; }
 
 } // namespace
 
 HierarchicalMatcherImpl::HierarchicalMatcherImpl(int64_t in_features, const LabelTree& label_tree,
                                                  const HierarchicalMatcherOptions& options)
-    : TreeTableImpl(kName, in_features, label_tree,
+    : TreeTableImpl(kHierarchicalMatcherModule, in_features, label_tree,
                     {.bias = options.bias, .reduction = options.reduction}, {}),
       matcher_(options) {
-  TORCH_CHECK_VALUE(tree->depth() > 0, kName, ": expected a tree of at least 2 nodes, got 1");
-  matcher::check_options(kName, options);
+  TORCH_CHECK_VALUE(tree->depth() > 0, kHierarchicalMatcherModule,
+                    ": expected a tree of at least 2 nodes, got 1");
+  matcher::check_options(kHierarchicalMatcherModule, options);
   layer = register_buffer("layer", at::ones({}, at::kLong));
 }
 
@@ -60,8 +61,9 @@ std::tuple<Tensor, Tensor> HierarchicalMatcherImpl::topk(const Tensor& input, in
                                                          std::optional<int64_t> beam,
                                                          const Tensor& exclude) const {
   const auto current_layer = layer.item<int64_t>();
-  TORCH_CHECK_VALUE(current_layer == tree->depth(), kName, ": expected all of ", tree->depth(),
-                    " layers trained, got layer ", current_layer, " at work; see next_layer");
+  TORCH_CHECK_VALUE(current_layer == tree->depth(), kHierarchicalMatcherModule,
+                    ": expected all of ", tree->depth(), " layers trained, got layer ",
+                    current_layer, " at work; see next_layer");
   catch_up();
   const auto width = beam.has_value() ? std::optional<c10::SymInt>(*beam) : std::nullopt;
   return matcher_topk(input, edges->weight, bias(), tables(tree), k, width, optional(exclude),
@@ -76,7 +78,7 @@ void HierarchicalMatcherImpl::load(torch::serialize::InputArchive& archive) {
   Tensor saved;
   if (archive.try_read("layer", saved, /*is_buffer=*/true)) {
     const int64_t depth = tree_of(archive)->depth(), loaded = saved.item<int64_t>();
-    TORCH_CHECK_VALUE(loaded >= 1 && loaded <= depth, kName,
+    TORCH_CHECK_VALUE(loaded >= 1 && loaded <= depth, kHierarchicalMatcherModule,
                       ": expected a checkpoint with layer in [1, ", depth, "], got ", loaded);
   }
   TreeTableImpl::load(archive);

@@ -260,7 +260,7 @@ Tensor CandidateLossImpl::candidate_loss(const Tensor& input, const Tensor& targ
 
 namespace {
 
-constexpr const char* kName = "SampledSoftmaxLoss";
+constexpr const char* kLinearLossesModule = "SampledSoftmaxLoss";
 constexpr const char* kComplementary = "complementary_sum";
 
 std::shared_ptr<samplers::SamplerImpl> by_name(const std::string& name, int64_t in_features,
@@ -274,7 +274,7 @@ std::shared_ptr<samplers::SamplerImpl> by_name(const std::string& name, int64_t 
                                    .shared = sampling.shared,
                                    .exclude = {}};
   if (sampling.estimator == kComplementary) {
-    TORCH_CHECK_VALUE(!sampling.shared.value_or(false), kName,
+    TORCH_CHECK_VALUE(!sampling.shared.value_or(false), kLinearLossesModule,
                       ": expected shared=false with estimator \"", kComplementary, "\", got true");
     const int64_t draws = sampling.num_samples.value_or(20);
     if (name == "uniform") {
@@ -285,7 +285,7 @@ std::shared_ptr<samplers::SamplerImpl> by_name(const std::string& name, int64_t 
     return samplers::ComplementSampler(samplers::make_sampler(name, request), draws).ptr();
   }
   if (!sampling.shared.has_value() && !sampling.estimator.empty() &&
-      find_estimator(kName, sampling.estimator).traits.has_noise) {
+      find_estimator(kLinearLossesModule, sampling.estimator).traits.has_noise) {
     // Noise must be private: it represents the classes outside a query's candidates.
     request.shared = false;
   }
@@ -312,29 +312,31 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(
     int64_t in_features, int64_t num_classes,
     std::shared_ptr<samplers::SamplerImpl> sampler_or_none, const SamplingOptions& sampling,
     const LossOptions& options)
-    : CandidateLossImpl(kName, in_features, num_classes, options) {
+    : CandidateLossImpl(kLinearLossesModule, in_features, num_classes, options) {
   for (const char* const argument : {sampling.num_samples.has_value() ? "num_samples" : "",
                                      sampling.shared.has_value() ? "shared" : ""}) {
     TORCH_CHECK_VALUE(
-        *argument == '\0', kName, ": expected no ", argument,
+        *argument == '\0', kLinearLossesModule, ": expected no ", argument,
         " with a sampler object, got one: pass it to the sampler's constructor, or give "
         "the sampler by name");
   }
   const bool none = sampler_or_none == nullptr;
   const auto sampler_argument =
       none ? samplers::FixedSampler(num_classes, at::empty({0}, at::kLong)).ptr() : sampler_or_none;
-  TORCH_CHECK_VALUE(sampler_argument->num_classes() == num_classes, kName,
+  TORCH_CHECK_VALUE(sampler_argument->num_classes() == num_classes, kLinearLossesModule,
                     ": expected a sampler of ", num_classes, " classes, got one of ",
                     sampler_argument->num_classes());
   const bool outside = sampling.estimator == kComplementary;
-  head = sampling.head.defined() ? distinct_ids(sampling.head, num_classes, kName, "head")
-                                 : at::zeros({0}, at::kLong);
-  TORCH_CHECK_VALUE(!outside || (head.numel() == 0 && options.label_smoothing == 0), kName,
-                    ": expected no head and label_smoothing of 0 with estimator \"", kComplementary,
-                    "\"");
-  TORCH_CHECK_VALUE(sampler_argument->num_samples() != 0 || head.numel() > 0 || none, kName,
+  head = sampling.head.defined()
+      ? distinct_ids(sampling.head, num_classes, kLinearLossesModule, "head")
+      : at::zeros({0}, at::kLong);
+  TORCH_CHECK_VALUE(
+      !outside || (head.numel() == 0 && options.label_smoothing == 0), kLinearLossesModule,
+      ": expected no head and label_smoothing of 0 with estimator \"", kComplementary, "\"");
+  TORCH_CHECK_VALUE(sampler_argument->num_samples() != 0 || head.numel() > 0 || none,
+                    kLinearLossesModule,
                     ": expected classes to score, got num_samples of 0 and no head");
-  TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0, kName,
+  TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0, kLinearLossesModule,
                     ": expected label_smoothing of 0 with class weights, got ",
                     options.label_smoothing);
   step_.estimator = outside        ? "sampled_softmax"
@@ -342,24 +344,24 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(
                                    : sampling.estimator;
   step_.remove_accidental_hits = sampling.remove_accidental_hits;
   step_.sparse_grad = sampling.sparse_grad;
-  const Estimator& estimator = find_estimator(kName, step_.estimator);
-  check_z_loss(kName, options.z_loss, estimator);
+  const Estimator& estimator = find_estimator(kLinearLossesModule, step_.estimator);
+  check_z_loss(kLinearLossesModule, options.z_loss, estimator);
   const EstimatorTraits& traits = estimator.traits;
   TORCH_CHECK_VALUE(
       !traits.has_noise ||
           ((head.numel() > 0 || sampler_argument->has_distinct()) &&
            sampler_argument->has_independent()),
-      kName,
+      kLinearLossesModule,
       ": expected candidates (head classes, or draws without replacement) and noise (draws with "
       "replacement) with estimator \"",
       step_.estimator, "\", got ", head.numel(), " head classes and a ", sampler_argument->name());
-  TORCH_CHECK_VALUE(traits.smooths || options.label_smoothing == 0, kName,
+  TORCH_CHECK_VALUE(traits.smooths || options.label_smoothing == 0, kLinearLossesModule,
                     ": expected label_smoothing of 0 with estimator \"", step_.estimator,
                     "\", got ", options.label_smoothing);
-  TORCH_CHECK_VALUE(std::isfinite(sampling.log_z), kName,
+  TORCH_CHECK_VALUE(std::isfinite(sampling.log_z), kLinearLossesModule,
                     ": expected log_z as a finite number, got ", sampling.log_z);
   TORCH_CHECK_VALUE((sampling.log_z == 0 && !sampling.learn_log_z) || step_.estimator == "nce",
-                    kName, ": expected log_z of 0 with estimator \"", step_.estimator,
+                    kLinearLossesModule, ": expected log_z of 0 with estimator \"", step_.estimator,
                     "\", which does not use it");
   sampler = sampler_argument; // claimed below, after all other checks
   if (outside) {
@@ -374,7 +376,7 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(
       head = head.narrow(0, 0, 0);
     }
   }
-  sampler->claim(kName);
+  sampler->claim(kLinearLossesModule);
   register_module("sampler", sampler);
   if (sampling.learn_log_z) {
     log_z = register_parameter("log_z", at::full({}, sampling.log_z));
@@ -385,9 +387,9 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(
 
 SamplingOptions SampledSoftmaxLoss::with_num_samples(SamplingOptions sampling,
                                                      int64_t num_samples) {
-  TORCH_CHECK_VALUE(!sampling.num_samples.has_value(), kName, ": expected num_samples once, got ",
-                    num_samples, " and SamplingOptions with num_samples of ",
-                    *sampling.num_samples);
+  TORCH_CHECK_VALUE(!sampling.num_samples.has_value(), kLinearLossesModule,
+                    ": expected num_samples once, got ", num_samples,
+                    " and SamplingOptions with num_samples of ", *sampling.num_samples);
   sampling.num_samples = num_samples;
   return sampling;
 }
@@ -417,7 +419,8 @@ Tensor SampledSoftmaxLossImpl::sampled(const Tensor& input, const Tensor& target
                                        const std::optional<Tensor>& negative_log_count,
                                        const std::optional<Tensor>& target_prob) {
   check_table(input, target);
-  TORCH_CHECK_VALUE(is_defined(negatives) || sampler->num_samples() != 0 || head.numel() > 0, kName,
+  TORCH_CHECK_VALUE(is_defined(negatives) || sampler->num_samples() != 0 || head.numel() > 0,
+                    kLinearLossesModule,
                     ": expected negatives in each call of a loss without a sampler, got none");
   const StepSampler step_sampler{samplers::part_of(sampler), head,
                                  samplers::reads_queries(*sampler),

@@ -25,38 +25,39 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "sampled_softmax_loss";
+constexpr const char* kSampledSoftmaxLoss = "sampled_softmax_loss";
 
 } // namespace
 
 void check_sampled_loss(const Tensor& input, const Tensor& weight, const Tensor& target,
                         const OptionalTensor& class_weight, const OptionalTensor& log_z, bool soft,
                         const SampledSoftmaxOptions& options) {
-  check_class_weight(kOp, class_weight, weight.sym_size(0), target);
-  TORCH_CHECK_VALUE(!is_defined(class_weight) || options.label_smoothing == 0, kOp,
+  check_class_weight(kSampledSoftmaxLoss, class_weight, weight.sym_size(0), target);
+  TORCH_CHECK_VALUE(!is_defined(class_weight) || options.label_smoothing == 0, kSampledSoftmaxLoss,
                     ": expected label_smoothing of 0 with class weights, got ",
                     options.label_smoothing,
                     ": a sample does not estimate the weighted mean over all classes");
   if (is_defined(log_z)) {
-    check::dim(kOp, "log_z", *log_z, 0);
-    check::floating(kOp, "log_z", *log_z);
+    check::dim(kSampledSoftmaxLoss, "log_z", *log_z, 0);
+    check::floating(kSampledSoftmaxLoss, "log_z", *log_z);
     if (!log_z->is_cpu()) { // a 0-dim CPU tensor works with any device
-      check::same_device(kOp, "log_z", *log_z, "input", input);
+      check::same_device(kSampledSoftmaxLoss, "log_z", *log_z, "input", input);
     }
   }
-  reduction_code(kOp, options.reduction);
-  check_logits(kOp, options);
+  reduction_code(kSampledSoftmaxLoss, options.reduction);
+  check_logits(kSampledSoftmaxLoss, options);
   if (soft) {
-    TORCH_CHECK_VALUE(options.estimator == "sampled_softmax", kOp,
+    TORCH_CHECK_VALUE(options.estimator == "sampled_softmax", kSampledSoftmaxLoss,
                       ": expected estimator \"sampled_softmax\" with target_prob, got \"",
                       options.estimator, "\"");
-    TORCH_CHECK_VALUE(options.label_smoothing == 0, kOp,
+    TORCH_CHECK_VALUE(options.label_smoothing == 0, kSampledSoftmaxLoss,
                       ": expected label_smoothing of 0 with target_prob, got ",
                       options.label_smoothing);
   } else if (target.dim() == input.dim() && target.sym_size(-1) > 1) {
-    check_positives(kOp, options, class_weight, options.label_smoothing);
+    check_positives(kSampledSoftmaxLoss, options, class_weight, options.label_smoothing);
   }
-  check_z_loss(kOp, options.z_loss, find_estimator(kOp, options.estimator));
+  check_z_loss(kSampledSoftmaxLoss, options.z_loss,
+               find_estimator(kSampledSoftmaxLoss, options.estimator));
 }
 
 namespace {
@@ -68,7 +69,8 @@ Tensor loss_by_scores(const Tensor& input, const Tensor& weight, const OptionalT
                       const OptionalTensor& log_z, const SampledSoftmaxOptions& options,
                       const Estimator& estimator) {
   if (is_defined(candidates.private_ids)) {
-    check::same_device(kOp, "ids of a set", *candidates.private_ids, "target", target);
+    check::same_device(kSampledSoftmaxLoss, "ids of a set", *candidates.private_ids, "target",
+                       target);
   }
   const Tensor known = targets_or_zero(target, options.ignore_index),
                counts = target.ne(options.ignore_index);
@@ -81,7 +83,7 @@ Tensor loss_by_scores(const Tensor& input, const Tensor& weight, const OptionalT
       candidate_scores(queries, weight, bias, ids, candidates.shared_ids, options.sparse_grad);
   scores = transform_logits(scores, options);
   scores = is_defined(log_z) ? scores - *log_z : scores;
-  check_candidates(kOp, "input", queries, known, candidates, options);
+  check_candidates(kSampledSoftmaxLoss, "input", queries, known, candidates, options);
   return loss_of_scores({scores, known, candidates, options, estimator}, options.z_loss);
 }
 
@@ -92,8 +94,10 @@ Tensor sampled_softmax_loss_op(const Tensor& input, const Tensor& weight,
                                const OptionalTensor& log_z, std::string_view options,
                                const OptionalTensor& target_prob) {
   return sampled_softmax_loss(
-      input, weight, bias, target, make_proposal(kOp, ids, log_count, target_log_count, distinct),
-      parse_options<SampledSoftmaxOptions>(kOp, options), class_weight, log_z, target_prob);
+      input, weight, bias, target,
+      make_proposal(kSampledSoftmaxLoss, ids, log_count, target_log_count, distinct),
+      parse_options<SampledSoftmaxOptions>(kSampledSoftmaxLoss, options), class_weight, log_z,
+      target_prob);
 }
 
 } // namespace
@@ -107,7 +111,7 @@ Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const Opt
     return sampled_soft_loss(input, weight, bias, target_argument, *target_prob, sets, options,
                              class_weight, log_z);
   }
-  check_batch(kOp, input, target_argument, weight, options.ignore_index);
+  check_batch(kSampledSoftmaxLoss, input, target_argument, weight, options.ignore_index);
   check_sampled_loss(input, weight, target_argument, class_weight, log_z, /*soft=*/false, options);
   return loss_of_proposal(input, weight, bias, target_argument, sets, options, class_weight, log_z);
 }
@@ -118,11 +122,11 @@ Tensor loss_of_proposal(const Tensor& input, const Tensor& weight, const Optiona
                         const OptionalTensor& log_z) {
   Tensor target = target_argument;
   const bool has_multiple = has_multiple_positives(input, target, options.ignore_index);
-  const Estimator& estimator = find_estimator(kOp, options.estimator);
+  const Estimator& estimator = find_estimator(kSampledSoftmaxLoss, options.estimator);
   if (estimator.traits.has_noise) {
     const auto distinct = std::count_if(sets.begin(), sets.end(),
                                         [](const CandidateSet& set) { return set.distinct; });
-    TORCH_CHECK_VALUE(distinct > 0 && size_t(distinct) < sets.size(), kOp,
+    TORCH_CHECK_VALUE(distinct > 0 && size_t(distinct) < sets.size(), kSampledSoftmaxLoss,
                       ": expected candidates, sets of distinct classes such as a head, and "
                       "noise, independent draws, with estimator \"",
                       estimator.name, "\", got ", distinct, " of ", sets.size(), " sets distinct");

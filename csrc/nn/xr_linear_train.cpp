@@ -25,7 +25,7 @@ namespace {
 using at::Tensor;
 using Options = XRLinearTrainOptions;
 
-constexpr const char* kName = "XRLinear.train";
+constexpr const char* kXrLinearTrain = "XRLinear.train";
 
 Tensor draw_seed(const std::optional<at::Generator>& generator) {
   return at::randint(0, std::numeric_limits<int64_t>::max(), {}, generator, at::kLong);
@@ -72,28 +72,29 @@ Tensor narrow_values(const Tensor& values, std::optional<at::ScalarType> dtype) 
 
 void check_options(const Options& options, const Examples& examples) {
   const auto at_least = [](const char* name, int64_t value, int64_t least) {
-    TORCH_CHECK_VALUE(value >= least, kName, ": expected ", name, " of at least ", least, ", got ",
-                      value);
+    TORCH_CHECK_VALUE(value >= least, kXrLinearTrain, ": expected ", name, " of at least ", least,
+                      ", got ", value);
   };
   const std::string& loss = options.loss();
-  TORCH_CHECK_VALUE(loss == "hinge" || loss == "logistic" || loss == "squared_hinge", kName,
-                    ": expected loss as \"hinge\", \"logistic\" or \"squared_hinge\", got \"", loss,
-                    "\"");
+  TORCH_CHECK_VALUE(
+      loss == "hinge" || loss == "logistic" || loss == "squared_hinge", kXrLinearTrain,
+      ": expected loss as \"hinge\", \"logistic\" or \"squared_hinge\", got \"", loss, "\"");
   TORCH_CHECK_VALUE(
       !options.dtype().has_value() || options.dtype() == at::kHalf || options.dtype() == at::kFloat,
-      kName, ": expected dtype float16 or float32, got ", options.dtype().value_or(at::kFloat));
+      kXrLinearTrain, ": expected dtype float16 or float32, got ",
+      options.dtype().value_or(at::kFloat));
   at_least("num_labels", examples.num_labels, 1);
   at_least("arity", options.arity(), 2);
   at_least("max_leaf_size", options.max_leaf_size(), 1);
   at_least("beam", options.beam(), 1);
   at_least("sweeps", options.sweeps(), 1);
   at_least("max_weights", options.max_weights().value_or(1), 1);
-  TORCH_CHECK_VALUE(examples.offsets.size(0) == examples.label_offsets.size(0), kName,
+  TORCH_CHECK_VALUE(examples.offsets.size(0) == examples.label_offsets.size(0), kXrLinearTrain,
                     ": expected features and labels of as many examples, got ",
                     examples.offsets.size(0) - 1, " and ", examples.label_offsets.size(0) - 1);
   TORCH_CHECK_VALUE(
-      options.tree().is_empty() || options.tree()->num_classes() == examples.num_labels, kName,
-      ": expected a tree of ", examples.num_labels, " labels, got one of ",
+      options.tree().is_empty() || options.tree()->num_classes() == examples.num_labels,
+      kXrLinearTrain, ": expected a tree of ", examples.num_labels, " labels, got one of ",
       options.tree().is_empty() ? 0 : options.tree()->num_classes());
 }
 
@@ -103,16 +104,16 @@ Tensor checked_relevance(const Options& options, const Examples& examples,
     return {};
   }
   const Tensor& relevance = *options.relevance();
-  check::dtype(kName, "relevance", relevance, at::kFloat);
-  TORCH_CHECK_VALUE(relevance.dim() == 1 && relevance.size(0) == examples.labels.size(0), kName,
-                    ": expected relevance for each of ", examples.labels.size(0),
+  check::dtype(kXrLinearTrain, "relevance", relevance, at::kFloat);
+  TORCH_CHECK_VALUE(relevance.dim() == 1 && relevance.size(0) == examples.labels.size(0),
+                    kXrLinearTrain, ": expected relevance for each of ", examples.labels.size(0),
                     " labels of examples, got shape ", relevance.sizes());
   TORCH_CHECK_VALUE(labels.columns.equal(examples.labels.to(at::kInt)) &&
                         labels.offsets.equal(examples.label_offsets),
-                    kName,
+                    kXrLinearTrain,
                     ": expected increasing labels in each example if relevance is set, got others");
-  TORCH_CHECK_VALUE(relevance.ge(0).logical_and(relevance.isfinite()).all().item<bool>(), kName,
-                    ": expected relevance of at least 0, got less");
+  TORCH_CHECK_VALUE(relevance.ge(0).logical_and(relevance.isfinite()).all().item<bool>(),
+                    kXrLinearTrain, ": expected relevance of at least 0, got less");
   return relevance;
 }
 
@@ -135,7 +136,7 @@ std::vector<std::vector<Tensor>> initial_parts(const Options& options, const Lab
     parts[depth] = model.layer(int64_t(depth));
     same = parts[depth][0].equal(layers.first_child[depth]);
   }
-  TORCH_CHECK_VALUE(same, kName,
+  TORCH_CHECK_VALUE(same, kXrLinearTrain,
                     ": expected initial with the features of the examples and the same tree, got a "
                     "different model");
   return parts;
@@ -226,16 +227,18 @@ c10::intrusive_ptr<XRLinear> XRLinear::train(const Examples& examples,
                                              const XRLinearTrainOptions& options,
                                              std::optional<at::Generator> generator) {
   check_options(options, examples);
-  const auto rows = features_of(kName, examples);
-  const auto labels = pairs_of(kName, examples.label_offsets, examples.labels, examples.num_labels);
+  const auto rows = features_of(kXrLinearTrain, examples);
+  const auto labels =
+      pairs_of(kXrLinearTrain, examples.label_offsets, examples.labels, examples.num_labels);
   const Tensor relevance = checked_relevance(options, examples, labels);
   const int64_t features = examples.num_features;
   std::vector<Tensor> user;
   if (options.user_negatives().has_value()) {
     const auto& [offsets, user_labels] = *options.user_negatives();
-    const auto user_pairs = pairs_of(kName, offsets, user_labels, examples.num_labels);
+    const auto user_pairs = pairs_of(kXrLinearTrain, offsets, user_labels, examples.num_labels);
     user = {user_pairs.offsets, user_pairs.columns};
-    check::size(kName, "user_negatives", user[0], 0, rows.offsets.size(0), "the examples and one");
+    check::size(kXrLinearTrain, "user_negatives", user[0], 0, rows.offsets.size(0),
+                "the examples and one");
   }
   LabelTree tree = options.tree();
   if (tree.is_empty()) {

@@ -45,8 +45,9 @@ struct CastOperands {
 } // namespace xsoftmax
 
 /// Opens a block that registers autocast kernels in `m`, for the CPU and for CUDA.
-#define XSOFTMAX_AUTOCAST(m)                                                          \
-  static void register_autocast(torch::Library& m);                                   \
-  TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, library) { register_autocast(library); }  \
-  TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, library) { register_autocast(library); } \
-  void register_autocast(torch::Library& m)
+#define XSOFTMAX_AUTOCAST(m) XSOFTMAX_AUTOCAST_(C10_CONCATENATE(register_autocast_, C10_UID), m)
+#define XSOFTMAX_AUTOCAST_(define, m)                                      \
+  static void define(torch::Library& m);                                   \
+  TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, library) { define(library); }  \
+  TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, library) { define(library); } \
+  void define(torch::Library& m)

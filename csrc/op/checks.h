@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <limits>
 #include <optional>
 
 // Argument checks. Every op checks its arguments in one function that all its kernels call.
@@ -9,6 +10,12 @@
 // and devices TypeError, and class ids out of range IndexError (RuntimeError in TorchScript). All
 // checks accept symbolic and meta tensors, except class_ids and offsets, which read values and are
 // for CPU kernels.
+
+namespace xsoftmax {
+
+inline constexpr double kInf = std::numeric_limits<double>::infinity();
+
+} // namespace xsoftmax
 
 namespace xsoftmax::check {
 

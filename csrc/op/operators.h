@@ -39,10 +39,11 @@ void define_guarded(torch::Library& m, void (*define)(torch::Library&),
 } // namespace xsoftmax
 
 /// Opens a block that defines operators in `m`. The optional argument is an array of OwnKernel.
-#define XSOFTMAX_OPERATORS(m, ...)                                               \
-  static void define_operators(torch::Library& m);                               \
-  TORCH_LIBRARY_FRAGMENT(xsoftmax, library) {                                    \
-    xsoftmax::define_guarded(library, define_operators,                          \
-                             std::span<const xsoftmax::OwnKernel>{__VA_ARGS__}); \
-  }                                                                              \
-  void define_operators(torch::Library& m)
+#define XSOFTMAX_OPERATORS(m, ...) \
+  XSOFTMAX_OPERATORS_(C10_CONCATENATE(define_operators_, C10_UID), m, __VA_ARGS__)
+#define XSOFTMAX_OPERATORS_(define, m, ...)                                                       \
+  static void define(torch::Library& m);                                                          \
+  TORCH_LIBRARY_FRAGMENT(xsoftmax, library) {                                                     \
+    xsoftmax::define_guarded(library, define, std::span<const xsoftmax::OwnKernel>{__VA_ARGS__}); \
+  }                                                                                               \
+  void define(torch::Library& m)

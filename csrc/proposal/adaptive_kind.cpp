@@ -80,7 +80,7 @@ class MidxKind : public AdaptiveKind<samplers::MidxOptions> {
   }
 };
 
-[[maybe_unused]] const bool registered =
+[[maybe_unused]] const bool adaptive_kind_registered =
     register_sampler_kind("midx", std::make_unique<MidxKind>("midx")) &&
     register_sampler_kind("lsh", std::make_unique<AdaptiveKind<samplers::LshOptions>>("lsh")) &&
     register_sampler_kind("kernel",

@@ -17,7 +17,7 @@ using Optional = std::optional<Tensor>;
 
 namespace {
 
-[[maybe_unused]] const bool registered = [] {
+[[maybe_unused]] const bool adaptive_modules_registered = [] {
   register_adaptive<LshSamplerImpl, LshOptions>("lsh");
   register_adaptive<SphereSamplerImpl, KernelOptions>("sphere");
   register_adaptive<RffSamplerImpl, KernelOptions>("rff");

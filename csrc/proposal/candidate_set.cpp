@@ -165,13 +165,13 @@ Tensor distinct_ids(const Tensor& ids, int64_t num_classes, std::string_view own
 
 namespace {
 
-constexpr const char* kOp = "candidate_set";
+constexpr const char* kCandidateSet = "candidate_set";
 
 void check_candidates(const Tensor& ids, int64_t num_classes) {
-  check::int64(kOp, "candidates", ids);
-  TORCH_CHECK_VALUE(ids.dim() >= 1, kOp,
+  check::int64(kCandidateSet, "candidates", ids);
+  TORCH_CHECK_VALUE(ids.dim() >= 1, kCandidateSet,
                     ": expected candidates with at least 1 dimension, got none");
-  TORCH_CHECK_VALUE(num_classes >= 0, kOp, ": expected num_classes of at least 0, got ",
+  TORCH_CHECK_VALUE(num_classes >= 0, kCandidateSet, ": expected num_classes of at least 0, got ",
                     num_classes);
 }
 
@@ -189,8 +189,8 @@ Tensor candidate_set_any(const Tensor& ids, int64_t num_classes) {
 
 Tensor candidate_set_cpu(const Tensor& ids, int64_t num_classes) {
   check_candidates(ids, num_classes);
-  check::class_ids(kOp, "candidates", num_classes > 0 ? ids.masked_fill(ids.eq(-1), 0) : ids,
-                   num_classes);
+  check::class_ids(kCandidateSet, "candidates",
+                   num_classes > 0 ? ids.masked_fill(ids.eq(-1), 0) : ids, num_classes);
   return candidate_set_any(ids, num_classes);
 }
 

@@ -98,7 +98,7 @@ class GivenKind : public SamplerKind {
   }
 };
 
-[[maybe_unused]] const bool registered =
+[[maybe_unused]] const bool cane_kind_registered =
     register_sampler_kind("cane", std::make_unique<CaneKind>()) &&
     register_sampler_kind("given", std::make_unique<GivenKind>());
 

@@ -14,24 +14,25 @@ namespace xsoftmax {
 
 using at::Tensor;
 
-namespace { constexpr const char* kName = "ComplementSampler"; } // namespace
+namespace { constexpr const char* kComplementKind = "ComplementSampler"; } // namespace
 
 CandidateSet sample_outside(const DrawRequest& request, const Tensor& candidates,
                             const UnionPart* part, std::string_view text) {
   static const auto sort = find_op<decltype(sort_sets)>("xsoftmax::sort_sets");
-  const auto options = parse_options<ComplementOptions>(kName, text);
+  const auto options = parse_options<ComplementOptions>(kComplementKind, text);
   const c10::SymInt rows = request.queries.sym_size(0);
   TORCH_CHECK_VALUE(
-      candidates.dim() == 1 || (candidates.dim() == 2 && candidates.sym_size(0) == rows), kName,
-      ": expected candidates of shape [C] or [", rows, ", C], got ", candidates.sym_sizes());
+      candidates.dim() == 1 || (candidates.dim() == 2 && candidates.sym_size(0) == rows),
+      kComplementKind, ": expected candidates of shape [C] or [", rows, ", C], got ",
+      candidates.sym_sizes());
   const bool of_batch = candidates.dim() == 1;
   const Tensor inside =
       sort.call(of_batch ? candidates.unsqueeze(0) : candidates, options.num_classes);
   OptionalTensor draws, inside_count, log_count, target_count;
   if (part != nullptr) {
     const Proposal sets = part->sample(request);
-    TORCH_CHECK_VALUE(sets.size() == 1, kName, ": expected a sampler of one set, got ", sets.size(),
-                      " sets");
+    TORCH_CHECK_VALUE(sets.size() == 1, kComplementKind, ": expected a sampler of one set, got ",
+                      sets.size(), " sets");
     draws = sets[0].ids;
     target_count = optional(sets[0].target_log_count);
     const Tensor classes = inside.clamp_max(options.num_classes - 1);
@@ -81,13 +82,13 @@ class ComplementKind : public SamplerKind {
   }
 
   Tensor log_count(const SamplerView&, const Tensor&, const Tensor&) const override {
-    TORCH_CHECK_VALUE(false, kName,
+    TORCH_CHECK_VALUE(false, kComplementKind,
                       ": expected counts of a draw, got a call of log_count: they depend on the "
                       "target, so in a union it has to be the last private part");
   }
 };
 
-[[maybe_unused]] const bool registered =
+[[maybe_unused]] const bool complement_kind_registered =
     register_sampler_kind("complement", std::make_unique<ComplementKind>());
 
 } // namespace

@@ -12,15 +12,15 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kName = "ComplementSampler";
+constexpr const char* kComplementModule = "ComplementSampler";
 
 int64_t checked_classes_of(const std::shared_ptr<SamplerImpl>& sampler, int64_t num_samples) {
-  TORCH_CHECK_VALUE(sampler != nullptr, kName, ": expected a sampler, got none");
-  TORCH_CHECK_VALUE(!sampler->shared() && !sampler->distinct(), kName,
+  TORCH_CHECK_VALUE(sampler != nullptr, kComplementModule, ": expected a sampler, got none");
+  TORCH_CHECK_VALUE(!sampler->shared() && !sampler->distinct(), kComplementModule,
                     ": expected a sampler of private independent draws, got ", sampler->name());
   TORCH_CHECK_VALUE(num_samples >= 1 && sampler->num_samples() >= num_samples &&
                         sampler->num_samples() % num_samples == 0,
-                    kName,
+                    kComplementModule,
                     ": expected a sampler that draws a multiple of num_samples = ", num_samples,
                     " for each query, got ", sampler->num_samples());
   return sampler->num_classes();
@@ -40,15 +40,16 @@ std::shared_ptr<SamplerImpl> SamplerImpl::outside_target() {
 
 ComplementSamplerImpl::ComplementSamplerImpl(std::shared_ptr<SamplerImpl> sampler,
                                              int64_t num_samples)
-    : SamplerImpl(kName, checked_classes_of(sampler, num_samples), num_samples, /*shared=*/false),
+    : SamplerImpl(kComplementModule, checked_classes_of(sampler, num_samples), num_samples,
+                  /*shared=*/false),
       sampler_(std::move(sampler)),
       options_(option_text(num_classes(), num_samples, sampler_->num_samples() / num_samples)) {
-  sampler_->claim(kName);
+  sampler_->claim(kComplementModule);
   register_module("sampler", sampler_);
 }
 
 ComplementSamplerImpl::ComplementSamplerImpl(int64_t num_classes, int64_t num_samples)
-    : SamplerImpl(kName, num_classes, num_samples, /*shared=*/false),
+    : SamplerImpl(kComplementModule, num_classes, num_samples, /*shared=*/false),
       options_(option_text(num_classes, num_samples, 0)) {}
 
 Proposal ComplementSamplerImpl::sample(const Tensor& queries, const Tensor& target,
@@ -69,7 +70,7 @@ CandidateSet ComplementSamplerImpl::sample_outside(const Tensor& queries, const 
 }
 
 Tensor ComplementSamplerImpl::log_count(const Tensor&, const Tensor&) {
-  TORCH_CHECK_VALUE(false, kName,
+  TORCH_CHECK_VALUE(false, kComplementModule,
                     ": expected counts of a draw, got a call of log_count: they depend on the "
                     "target, so in a union it has to be the last private part");
 }
@@ -88,14 +89,14 @@ std::function<void()> ComplementSamplerImpl::plan_resize(int64_t num_classes, co
 
 std::function<void()> ComplementSamplerImpl::planned(int64_t num_classes,
                                                      std::function<void()> plan) {
-  TORCH_CHECK_VALUE(num_classes >= 1, kName, ": expected num_classes of at least 1, got ",
-                    num_classes);
+  TORCH_CHECK_VALUE(num_classes >= 1, kComplementModule,
+                    ": expected num_classes of at least 1, got ", num_classes);
   if (!plan) {
     return {};
   }
   return [this, num_classes, plan = std::move(plan)] {
     plan();
-    auto options = parse_options<ComplementOptions>(kName, options_);
+    auto options = parse_options<ComplementOptions>(kComplementModule, options_);
     options.num_classes = num_classes;
     options_ = print_options(options);
     set_num_classes(num_classes);

@@ -25,8 +25,6 @@ namespace {
 
 using at::Tensor;
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
 void check_sets(const Tensor& sets, int64_t num_classes) {
   constexpr const char* op = "sort_sets";
   check::dim(op, "sets", sets, 2);
@@ -227,12 +225,11 @@ std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside,
     target_log_count =
         distribution
             .log_count(sampled ? OptionalTensor(rows(*target_count)) : std::nullopt, classes)
-            .masked_fill(is_zero, -kInfinity);
+            .masked_fill(is_zero, -kInf);
     target_log_count = target_log_count.to(at::kFloat).reshape_symint(target->sym_sizes());
   }
-  return {
-      distribution.log_count(log_count, ids).masked_fill(nothing_outside, kInfinity).to(at::kFloat),
-      target_log_count};
+  return {distribution.log_count(log_count, ids).masked_fill(nothing_outside, kInf).to(at::kFloat),
+          target_log_count};
 }
 
 namespace {

@@ -38,7 +38,7 @@ class InBatchKind : public SamplerKind {
   }
 };
 
-[[maybe_unused]] const bool registered =
+[[maybe_unused]] const bool in_batch_kind_registered =
     register_sampler_kind("in_batch", std::make_unique<InBatchKind>());
 
 } // namespace

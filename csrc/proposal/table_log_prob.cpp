@@ -19,14 +19,14 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "table_log_prob";
+constexpr const char* kTableLogProb = "table_log_prob";
 constexpr int64_t kAhead = 16;
 
 void check_table_log_prob(const Tensor& probability, const Tensor& ids) {
-  check::dim(kOp, "probability", probability, 1);
-  check::dtype(kOp, "probability", probability, at::kDouble);
-  check::int64(kOp, "ids", ids);
-  check::same_device(kOp, "ids", ids, "probability", probability);
+  check::dim(kTableLogProb, "probability", probability, 1);
+  check::dtype(kTableLogProb, "probability", probability, at::kDouble);
+  check::int64(kTableLogProb, "ids", ids);
+  check::same_device(kTableLogProb, "ids", ids, "probability", probability);
 }
 
 Tensor table_log_prob_meta(const Tensor& probability, const Tensor& ids) {
@@ -43,7 +43,7 @@ Tensor table_log_prob_composite(const Tensor& probability, const Tensor& ids) {
 
 Tensor table_log_prob_cpu(const Tensor& probability, const Tensor& ids) {
   check_table_log_prob(probability, ids);
-  check::class_ids(kOp, "ids", ids, probability.size(0), -1);
+  check::class_ids(kTableLogProb, "ids", ids, probability.size(0), -1);
   if (use_reference()) {
     return table_log_prob_composite(probability, ids);
   }

@@ -199,7 +199,7 @@ class HeadKind : public SamplerKind {
   }
 };
 
-[[maybe_unused]] const bool registered =
+[[maybe_unused]] const bool union_kind_registered =
     register_sampler_kind("union", std::make_unique<UnionKind>()) &&
     register_sampler_kind("disjoint", std::make_unique<DisjointKind>()) &&
     register_sampler_kind("head", std::make_unique<HeadKind>());

@@ -17,19 +17,19 @@ namespace {
 using at::Tensor;
 using Parts = std::vector<std::shared_ptr<SamplerImpl>>;
 
-constexpr const char* kName = "UnionSampler";
+constexpr const char* kUnionModule = "UnionSampler";
 
 const Parts& checked_parts(const Parts& parts) {
-  TORCH_CHECK_VALUE(!parts.empty(), kName, ": expected at least one sampler, got none");
+  TORCH_CHECK_VALUE(!parts.empty(), kUnionModule, ": expected at least one sampler, got none");
   for (const auto& part : parts) {
-    TORCH_CHECK_VALUE(part != nullptr, kName, ": expected samplers, got none");
-    TORCH_CHECK_VALUE(part->num_classes() == parts[0]->num_classes(), kName,
+    TORCH_CHECK_VALUE(part != nullptr, kUnionModule, ": expected samplers, got none");
+    TORCH_CHECK_VALUE(part->num_classes() == parts[0]->num_classes(), kUnionModule,
                       ": expected samplers of one number of classes, got ", parts[0]->num_classes(),
                       " and ", part->num_classes());
-    TORCH_CHECK_VALUE(std::count(parts.begin(), parts.end(), part) == 1, kName,
+    TORCH_CHECK_VALUE(std::count(parts.begin(), parts.end(), part) == 1, kUnionModule,
                       ": expected different samplers, got one of them twice");
     if (part->claimed()) { // throws before any part is claimed
-      part->claim(kName);
+      part->claim(kUnionModule);
     }
   }
   return parts;
@@ -59,14 +59,14 @@ bool any(const Parts& parts, Predicate predicate) {
 
 UnionSamplerImpl::UnionSamplerImpl(Parts parts)
     // Each argument checks the parts, because their order of evaluation is unspecified.
-    : SamplerImpl(kName, checked_parts(parts)[0]->num_classes(),
+    : SamplerImpl(kUnionModule, checked_parts(parts)[0]->num_classes(),
                   total_samples(checked_parts(parts)),
                   all(checked_parts(parts), std::mem_fn(&SamplerImpl::shared)),
                   all(checked_parts(parts), std::mem_fn(&SamplerImpl::distinct))),
       parts_(std::move(parts)) {
   auto list = register_module("parts", torch::nn::ModuleList());
   for (const auto& part : parts_) {
-    part->claim(kName);
+    part->claim(kUnionModule);
     list->push_back(part);
   }
 }

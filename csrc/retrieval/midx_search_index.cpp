@@ -21,7 +21,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "midx_search_index";
+constexpr const char* kMidxSearchIndex = "midx_search_index";
 constexpr int64_t kRowsOfCell = 256, kRowsOfCodeword = 256, kMaxByDefault = 256, kIterations = 10;
 
 template <typename Function>
@@ -48,17 +48,17 @@ std::pair<Tensor, Tensor> trained(const Tensor& weight, int64_t codewords, const
 int64_t check_midx_search_index(const Tensor& weight, const OptionalTensor& codewords1,
                                 const OptionalTensor& codewords2, int64_t codewords,
                                 const Tensor& seed) {
-  check::dim(kOp, "weight", weight, 2);
-  check::floating(kOp, "weight", weight);
-  TORCH_CHECK_VALUE(is_defined(codewords1) == is_defined(codewords2), kOp,
+  check::dim(kMidxSearchIndex, "weight", weight, 2);
+  check::floating(kMidxSearchIndex, "weight", weight);
+  TORCH_CHECK_VALUE(is_defined(codewords1) == is_defined(codewords2), kMidxSearchIndex,
                     ": expected both codewords1 and codewords2, or neither");
-  TORCH_CHECK_VALUE(codewords >= 0 && codewords <= kMaxCodewords, kOp,
+  TORCH_CHECK_VALUE(codewords >= 0 && codewords <= kMaxCodewords, kMidxSearchIndex,
                     ": expected codewords in [0, ", kMaxCodewords, "], got ", codewords);
-  check::dim(kOp, "seed", seed, 0);
-  check::int64(kOp, "seed", seed);
+  check::dim(kMidxSearchIndex, "seed", seed, 0);
+  check::int64(kMidxSearchIndex, "seed", seed);
   if (is_defined(codewords1)) {
-    check_codebooks(kOp, *codewords1, *codewords2, weight.sym_size(1));
-    check::same_device(kOp, "codewords1", *codewords1, "weight", weight);
+    check_codebooks(kMidxSearchIndex, *codewords1, *codewords2, weight.sym_size(1));
+    check::same_device(kMidxSearchIndex, "codewords1", *codewords1, "weight", weight);
     return codewords1->size(0);
   }
   const double classes = double(weight.sym_size(0).guard_int(__FILE__, __LINE__));
@@ -90,7 +90,7 @@ std::vector<Tensor> build(const Tensor& weight, const OptionalTensor& bias,
                           int64_t codewords, const Tensor& seed, const OptionalTensor& queries) {
   const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
   const int64_t k = check_midx_search_index(weight, codewords1, codewords2, codewords, seed);
-  const LongWork work(kOp);
+  const LongWork work(kMidxSearchIndex);
   const auto [first, second] =
       is_defined(codewords1) ? std::pair(*codewords1, *codewords2) : trained(weight, k, seed);
   return search_index(weight, bias, std::get<0>(midx_encode(weight, first, second)), k * k,

@@ -27,7 +27,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "perturbed_argmax";
+constexpr const char* kPerturbedArgmax = "perturbed_argmax";
 
 PerturbedArgmax perturbed_argmax_meta(const Tensor& input, const Tensor& weight,
                                       const OptionalTensor& bias, at::TensorList,
@@ -64,21 +64,22 @@ PerturbedArgmax perturbed_argmax(const Tensor& input, const Tensor& weight,
 
 void check_perturbed_argmax(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                             const Tensor& noise) {
-  check::linear(kOp, input, weight, bias);
-  check::finite_queries(kOp, "input", input);
-  TORCH_CHECK_VALUE(weight.sym_size(0) >= 1, kOp, ": expected at least one class, got none");
-  check::dim(kOp, "noise", noise, 2);
-  check::dtype(kOp, "noise", noise, at::kFloat);
-  check::size(kOp, "noise", noise, 0, input.sym_size(0), "input's rows");
-  check::size(kOp, "noise", noise, 1, weight.sym_size(0), "weight's rows");
-  check::same_device(kOp, "noise", noise, "weight", weight);
+  check::linear(kPerturbedArgmax, input, weight, bias);
+  check::finite_queries(kPerturbedArgmax, "input", input);
+  TORCH_CHECK_VALUE(weight.sym_size(0) >= 1, kPerturbedArgmax,
+                    ": expected at least one class, got none");
+  check::dim(kPerturbedArgmax, "noise", noise, 2);
+  check::dtype(kPerturbedArgmax, "noise", noise, at::kFloat);
+  check::size(kPerturbedArgmax, "noise", noise, 0, input.sym_size(0), "input's rows");
+  check::size(kPerturbedArgmax, "noise", noise, 1, weight.sym_size(0), "weight's rows");
+  check::same_device(kPerturbedArgmax, "noise", noise, "weight", weight);
 }
 
 PerturbedArgmax perturbed_argmax_reference(const Tensor& input, const Tensor& weight,
                                            const OptionalTensor& bias, at::TensorList index,
                                            const Tensor& noise) {
   check_perturbed_argmax(input, weight, bias, noise);
-  const int64_t cells = SearchIndexView(kOp, index, weight, bias).cells;
+  const int64_t cells = SearchIndexView(kPerturbedArgmax, index, weight, bias).cells;
   const Tensor query = input.to(at::kDouble), finite = query.isfinite().all(1);
   Tensor best = query.new_full({input.size(0)}, -std::numeric_limits<double>::infinity()),
          ids = at::zeros({input.size(0)}, query.options().dtype(at::kLong));

@@ -27,37 +27,37 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "search_index";
+constexpr const char* kSearchIndex = "search_index";
 constexpr int64_t kMaxCells = 1 << 20, kMaxWidth = 1 << 15;
 constexpr int64_t kRowsPerTask = 4096;
 constexpr double kLargest = 0x1p100; // bound of a coordinate, so that float32 bounds are finite
 
 void check_search_index(const Tensor& weight, const OptionalTensor& bias, const Tensor& cell,
                         int64_t num_cells, const OptionalTensor& queries) {
-  check::dim(kOp, "weight", weight, 2);
-  check::floating(kOp, "weight", weight);
+  check::dim(kSearchIndex, "weight", weight, 2);
+  check::floating(kSearchIndex, "weight", weight);
   if (is_defined(bias)) {
-    check::dim(kOp, "bias", *bias, 1);
-    check::size(kOp, "bias", *bias, 0, weight.sym_size(0), "weight's rows");
-    check::same_dtype(kOp, "bias", *bias, "weight", weight);
-    check::same_device(kOp, "bias", *bias, "weight", weight);
+    check::dim(kSearchIndex, "bias", *bias, 1);
+    check::size(kSearchIndex, "bias", *bias, 0, weight.sym_size(0), "weight's rows");
+    check::same_dtype(kSearchIndex, "bias", *bias, "weight", weight);
+    check::same_device(kSearchIndex, "bias", *bias, "weight", weight);
   }
-  check::dim(kOp, "cell", cell, 1);
-  check::size(kOp, "cell", cell, 0, weight.sym_size(0), "weight's rows");
-  check::dtype(kOp, "cell", cell, at::kInt);
-  check::same_device(kOp, "cell", cell, "weight", weight);
-  TORCH_CHECK_VALUE(num_cells >= 1 && num_cells <= kMaxCells, kOp, ": expected num_cells in [1, ",
-                    kMaxCells, "], got ", num_cells);
-  TORCH_CHECK_VALUE(weight.sym_size(1) + is_defined(bias) <= kMaxWidth, kOp,
+  check::dim(kSearchIndex, "cell", cell, 1);
+  check::size(kSearchIndex, "cell", cell, 0, weight.sym_size(0), "weight's rows");
+  check::dtype(kSearchIndex, "cell", cell, at::kInt);
+  check::same_device(kSearchIndex, "cell", cell, "weight", weight);
+  TORCH_CHECK_VALUE(num_cells >= 1 && num_cells <= kMaxCells, kSearchIndex,
+                    ": expected num_cells in [1, ", kMaxCells, "], got ", num_cells);
+  TORCH_CHECK_VALUE(weight.sym_size(1) + is_defined(bias) <= kMaxWidth, kSearchIndex,
                     ": expected rows of at most ", kMaxWidth,
                     " coordinates, the bias included, got ", weight.sym_size(1) + is_defined(bias));
   if (is_defined(queries)) {
-    check::dim(kOp, "queries", *queries, 2);
-    check::size(kOp, "queries", *queries, 1, weight.sym_size(1), "weight's columns");
-    check::same_dtype(kOp, "queries", *queries, "weight", weight);
-    check::same_device(kOp, "queries", *queries, "weight", weight);
+    check::dim(kSearchIndex, "queries", *queries, 2);
+    check::size(kSearchIndex, "queries", *queries, 1, weight.sym_size(1), "weight's columns");
+    check::same_dtype(kSearchIndex, "queries", *queries, "weight", weight);
+    check::same_device(kSearchIndex, "queries", *queries, "weight", weight);
   }
-  TORCH_CHECK_VALUE(weight.sym_size(0) <= int64_t(1) << 34, kOp,
+  TORCH_CHECK_VALUE(weight.sym_size(0) <= int64_t(1) << 34, kSearchIndex,
                     ": expected at most 2^34 classes, got ", weight.sym_size(0));
 }
 
@@ -137,7 +137,7 @@ class IndexBuilder {
     const int32_t* class_cell = cell.const_data_ptr<int32_t>();
     std::vector<int64_t> size(cells_, 0);
     for (int64_t i = 0; i < classes_; ++i) {
-      TORCH_CHECK_INDEX(class_cell[i] >= 0 && class_cell[i] < cells_, kOp,
+      TORCH_CHECK_INDEX(class_cell[i] >= 0 && class_cell[i] < cells_, kSearchIndex,
                         ": expected cells in [0, ", cells_, "), got ", class_cell[i],
                         " at position ", i);
       ++size[class_cell[i]];
@@ -167,7 +167,7 @@ class IndexBuilder {
     index_[5].zero_();
     std::fill_n(data<uint8_t>(index_[8]), index_[8].numel(), uint8_t(128));
     index_[9].zero_();
-    LongWork work(kOp, cells_);
+    LongWork work(kSearchIndex, cells_);
     if (directions_ > 0) {
       find_directions<T>(beta, work);
     }
@@ -187,7 +187,7 @@ class IndexBuilder {
                        }
                      });
     work.check();
-    TORCH_CHECK_VALUE(bad == classes_, kOp,
+    TORCH_CHECK_VALUE(bad == classes_, kSearchIndex,
                       ": expected finite rows and biases, below 2^100, got others for class ",
                       bad.load());
   }

@@ -17,11 +17,11 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kName = "SearchIndex";
+constexpr const char* kSearchIndexClass = "SearchIndex";
 constexpr int64_t kCalibrating = 256; // queries from which the cells for a recall are estimated
 
 Tensor rows_of(const Tensor& input, const Tensor& weight) {
-  TORCH_CHECK_VALUE(input.dim() >= 1 && input.size(-1) == weight.size(1), kName,
+  TORCH_CHECK_VALUE(input.dim() >= 1 && input.size(-1) == weight.size(1), kSearchIndexClass,
                     ": expected input of shape [*, ", weight.size(1), "], got ", input.sizes());
   return input.detach().reshape({-1, weight.size(1)});
 }
@@ -84,21 +84,23 @@ std::optional<int64_t> SearchIndex::cells_of(const Tensor& queries, int64_t k, d
 SearchResult SearchIndex::search(const Tensor& input, int64_t k, const SearchLimits& limits,
                                  const Tensor& exclude) {
   const Tensor queries = rows_of(input, weight_);
-  TORCH_CHECK_TYPE(input.device() == weight_.device(), kName,
+  TORCH_CHECK_TYPE(input.device() == weight_.device(), kSearchIndexClass,
                    ": expected input on the table's device ", weight_.device(), ", got ",
                    input.device());
-  TORCH_CHECK_VALUE(!limits.recall.has_value() || !limits.max_cells.has_value(), kName,
+  TORCH_CHECK_VALUE(!limits.recall.has_value() || !limits.max_cells.has_value(), kSearchIndexClass,
                     ": expected recall or max_cells, got both");
   const double recall = limits.recall.value_or(1.0);
-  TORCH_CHECK_VALUE(recall > 0 && recall <= 1, kName, ": expected recall in (0, 1], got ", recall);
+  TORCH_CHECK_VALUE(recall > 0 && recall <= 1, kSearchIndexClass,
+                    ": expected recall in (0, 1], got ", recall);
   const auto batch = input.sizes().slice(0, input.dim() - 1);
   TORCH_CHECK_VALUE(
       !exclude.defined() ||
           (exclude.dim() == input.dim() && exclude.sizes().slice(0, input.dim() - 1) == batch),
-      kName, ": expected exclude of shape [*, E], input's but for its last dimension, got ",
+      kSearchIndexClass,
+      ": expected exclude of shape [*, E], input's but for its last dimension, got ",
       exclude.sizes());
-  TORCH_CHECK_VALUE(k >= 0 && k <= weight_.size(0), kName, ": expected k in [0, ", weight_.size(0),
-                    "], got ", k);
+  TORCH_CHECK_VALUE(k >= 0 && k <= weight_.size(0), kSearchIndexClass, ": expected k in [0, ",
+                    weight_.size(0), "], got ", k);
   const int64_t classes = weight_.size(0);
   const int64_t wanted = exclude.defined() ? std::min(classes, k + exclude.size(-1)) : k;
   const std::optional<int64_t> cells =

@@ -35,14 +35,14 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "search_topk";
+constexpr const char* kSearchTopk = "search_topk";
 constexpr int64_t kReferenceBlock = 8192; // classes scored at a time by the composite
 
 TopkResult search_topk_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                             at::TensorList index, c10::SymInt k, c10::string_view options) {
   check_search_topk(input, weight, bias, k, {options.data(), options.size()});
   for (const Tensor& tensor : index) {
-    check::same_device(kOp, "index", tensor, "weight", weight);
+    check::same_device(kSearchTopk, "index", tensor, "weight", weight);
   }
   const auto as = input.options();
   const c10::SymInt queries = input.sym_size(0);
@@ -128,12 +128,12 @@ Tensor search_budget(const Tensor& input, const Tensor& weight, const OptionalTe
 SearchOptions check_search_topk(const Tensor& input, const Tensor& weight,
                                 const OptionalTensor& bias, const c10::SymInt& k,
                                 std::string_view text) {
-  check::linear(kOp, input, weight, bias);
-  check::finite_queries(kOp, "input", input);
-  TORCH_CHECK_VALUE(k >= 0 && k <= weight.sym_size(0), kOp, ": expected k in [0, ",
+  check::linear(kSearchTopk, input, weight, bias);
+  check::finite_queries(kSearchTopk, "input", input);
+  TORCH_CHECK_VALUE(k >= 0 && k <= weight.sym_size(0), kSearchTopk, ": expected k in [0, ",
                     weight.sym_size(0), "] (the rows of weight), got ", k);
-  const auto options = parse_options<SearchOptions>(kOp, text);
-  TORCH_CHECK_VALUE(!options.max_cells.has_value() || *options.max_cells >= 1, kOp,
+  const auto options = parse_options<SearchOptions>(kSearchTopk, text);
+  TORCH_CHECK_VALUE(!options.max_cells.has_value() || *options.max_cells >= 1, kSearchTopk,
                     ": expected max_cells of at least 1, got ", options.max_cells.value_or(0));
   return options;
 }
@@ -142,8 +142,8 @@ TopkResult search_topk_reference(const Tensor& input, const Tensor& weight,
                                  const OptionalTensor& bias, at::TensorList index, c10::SymInt k,
                                  c10::string_view options) {
   check_search_topk(input, weight, bias, k, {options.data(), options.size()});
-  const int64_t cells = SearchIndexView(kOp, index, weight, bias).cells, queries = input.size(0),
-                classes = weight.size(0), count = k.expect_int();
+  const int64_t cells = SearchIndexView(kSearchTopk, index, weight, bias).cells,
+                queries = input.size(0), classes = weight.size(0), count = k.expect_int();
   const Tensor query = input.to(at::kDouble);
   Tensor values = query.new_empty({queries, 0}),
          ids = at::empty({queries, 0}, query.options().dtype(at::kLong));

@@ -23,7 +23,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "search_topk";
+constexpr const char* kSearchTopkCpu = "search_topk";
 
 /// A search of a class table of dtype T.
 template <typename T>
@@ -75,7 +75,7 @@ class Search : public CellReader {
       z = queries_[q].scaled(z);
     }
     for (const BestClasses::Candidate& one : found.candidates) {
-      TORCH_CHECK_INDEX(one.id < classes_, kOp, ": expected classes in [-1, ", classes_,
+      TORCH_CHECK_INDEX(one.id < classes_, kSearchTopkCpu, ": expected classes in [-1, ", classes_,
                         ") in index[0], got ", one.id);
       for (int64_t byte = 0; byte < features_ * int64_t(sizeof(T)); byte += 64) {
         __builtin_prefetch(reinterpret_cast<const char*>(weight_ + one.id * features_) + byte);
@@ -132,7 +132,7 @@ class Search : public CellReader {
       return;
     }
     rescore(q, found, scratch);
-    TORCH_CHECK_VALUE(int64_t(found.scored.size()) == k_, kOp,
+    TORCH_CHECK_VALUE(int64_t(found.scored.size()) == k_, kSearchTopkCpu,
                       ": expected an index that holds every class, got one with ",
                       found.scored.size(), " of ", k_, " classes found");
     for (int64_t i = 0; i < k_; ++i) {

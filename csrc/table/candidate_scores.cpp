@@ -27,7 +27,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "candidate_scores";
+constexpr const char* kCandidateScores = "candidate_scores";
 
 Tensor ids_or_empty(const OptionalTensor& ids, const Tensor& input, bool is_private) {
   if (is_defined(ids)) {
@@ -92,7 +92,7 @@ Tensor candidate_scores_autograd(const Tensor& input, const Tensor& weight,
                                  const OptionalTensor& bias, const OptionalTensor& private_ids,
                                  const OptionalTensor& shared_ids,
                                  std::optional<bool> sparse_grad) {
-  check::strided_tensors(kOp, {{"input", &input}, {"weight", &weight}});
+  check::strided_tensors(kCandidateScores, {{"input", &input}, {"weight", &weight}});
   register_row_tables(sparse_grad, weight, bias);
   return CandidateScores::apply(input, weight, bias, private_ids, shared_ids, sparse_grad);
 }
@@ -140,19 +140,20 @@ c10::SymInt candidate_rows(const OptionalTensor& private_ids, const OptionalTens
 
 void check_candidate_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                             const OptionalTensor& private_ids, const OptionalTensor& shared_ids) {
-  check::linear(kOp, input, weight, bias);
-  TORCH_CHECK_VALUE(is_defined(private_ids) || is_defined(shared_ids), kOp,
+  check::linear(kCandidateScores, input, weight, bias);
+  TORCH_CHECK_VALUE(is_defined(private_ids) || is_defined(shared_ids), kCandidateScores,
                     ": expected private_ids, shared_ids or both, got neither");
   if (is_defined(private_ids)) {
-    check::dim(kOp, "private_ids", *private_ids, 2);
-    check::int64(kOp, "private_ids", *private_ids);
-    check::same_device(kOp, "private_ids", *private_ids, "input", input);
-    check::size(kOp, "private_ids", *private_ids, 0, input.sym_size(0), "the rows of input");
+    check::dim(kCandidateScores, "private_ids", *private_ids, 2);
+    check::int64(kCandidateScores, "private_ids", *private_ids);
+    check::same_device(kCandidateScores, "private_ids", *private_ids, "input", input);
+    check::size(kCandidateScores, "private_ids", *private_ids, 0, input.sym_size(0),
+                "the rows of input");
   }
   if (is_defined(shared_ids)) {
-    check::dim(kOp, "shared_ids", *shared_ids, 1);
-    check::int64(kOp, "shared_ids", *shared_ids);
-    check::same_device(kOp, "shared_ids", *shared_ids, "input", input);
+    check::dim(kCandidateScores, "shared_ids", *shared_ids, 1);
+    check::int64(kCandidateScores, "shared_ids", *shared_ids);
+    check::same_device(kCandidateScores, "shared_ids", *shared_ids, "input", input);
   }
 }
 

@@ -28,7 +28,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "ragged_scores";
+constexpr const char* kRaggedScores = "ragged_scores";
 
 RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
                            const Tensor& ids, const Tensor& offsets,
@@ -87,7 +87,8 @@ Tensor ragged_scores_autograd(const Tensor& input, const Tensor& weight, const O
                               const Tensor& ids, const Tensor& offsets,
                               std::optional<bool> sparse_grad) {
   check::strided_tensors(
-      kOp, {{"input", &input}, {"weight", &weight}, {"ids", &ids}, {"offsets", &offsets}});
+      kRaggedScores,
+      {{"input", &input}, {"weight", &weight}, {"ids", &ids}, {"offsets", &offsets}});
   register_row_tables(sparse_grad, weight, bias);
   return RaggedScores::apply(input, weight, bias, ids, offsets, sparse_grad);
 }
@@ -111,15 +112,16 @@ Tensor ragged_scores(const Tensor& input, const Tensor& weight, const OptionalTe
 
 void check_ragged_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                          const Tensor& ids, const Tensor& offsets) {
-  check::linear(kOp, input, weight, bias);
-  check::finite_queries(kOp, "input", input);
-  check::dim(kOp, "ids", ids, 1);
-  check::int64(kOp, "ids", ids);
-  check::same_device(kOp, "ids", ids, "input", input);
-  check::dim(kOp, "offsets", offsets, 1);
-  check::int64(kOp, "offsets", offsets);
-  check::same_device(kOp, "offsets", offsets, "input", input);
-  check::size(kOp, "offsets", offsets, 0, input.sym_size(0) + 1, "one more than the rows of input");
+  check::linear(kRaggedScores, input, weight, bias);
+  check::finite_queries(kRaggedScores, "input", input);
+  check::dim(kRaggedScores, "ids", ids, 1);
+  check::int64(kRaggedScores, "ids", ids);
+  check::same_device(kRaggedScores, "ids", ids, "input", input);
+  check::dim(kRaggedScores, "offsets", offsets, 1);
+  check::int64(kRaggedScores, "offsets", offsets);
+  check::same_device(kRaggedScores, "offsets", offsets, "input", input);
+  check::size(kRaggedScores, "offsets", offsets, 0, input.sym_size(0) + 1,
+              "one more than the rows of input");
 }
 
 void check_ragged_scores_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,

@@ -33,7 +33,7 @@ namespace {
 using at::Tensor;
 using Terms = std::tuple<Tensor, Tensor, Tensor>;
 
-constexpr const char* kOp = "row_terms";
+constexpr const char* kRowTerms = "row_terms";
 
 Terms row_terms_meta(const Tensor& grad, const Tensor& ids, const OptionalTensor& scale,
                      int64_t num_classes) {
@@ -112,25 +112,25 @@ void write_row_terms(const Tensor& table) {
 
 void check_row_terms(const Tensor& grad, const Tensor& ids, const OptionalTensor& scale,
                      int64_t num_classes) {
-  check::dim(kOp, "grad", grad, 2);
-  TORCH_CHECK_TYPE(grad.scalar_type() == at::kFloat || grad.scalar_type() == at::kDouble, kOp,
+  check::dim(kRowTerms, "grad", grad, 2);
+  TORCH_CHECK_TYPE(grad.scalar_type() == at::kFloat || grad.scalar_type() == at::kDouble, kRowTerms,
                    ": expected grad of dtype float32 or float64, got ", grad.scalar_type());
-  TORCH_CHECK_VALUE(grad.sym_size(0) <= std::numeric_limits<int32_t>::max(), kOp,
+  TORCH_CHECK_VALUE(grad.sym_size(0) <= std::numeric_limits<int32_t>::max(), kRowTerms,
                     ": expected fewer than 2^31 queries, got ", grad.sym_size(0));
-  check::dim(kOp, "ids", ids, 2);
-  check::int64(kOp, "ids", ids);
-  check::same_device(kOp, "ids", ids, "grad", grad);
-  check::size(kOp, "ids", ids, 0, grad.sym_size(0), "the rows of grad");
-  check::size(kOp, "ids", ids, 1, grad.sym_size(1), "the columns of grad");
-  TORCH_CHECK_VALUE(num_classes >= 1, kOp, ": expected num_classes of at least 1, got ",
+  check::dim(kRowTerms, "ids", ids, 2);
+  check::int64(kRowTerms, "ids", ids);
+  check::same_device(kRowTerms, "ids", ids, "grad", grad);
+  check::size(kRowTerms, "ids", ids, 0, grad.sym_size(0), "the rows of grad");
+  check::size(kRowTerms, "ids", ids, 1, grad.sym_size(1), "the columns of grad");
+  TORCH_CHECK_VALUE(num_classes >= 1, kRowTerms, ": expected num_classes of at least 1, got ",
                     num_classes);
   if (is_defined(scale)) {
     if (scale->dim() != 0) {
-      check::dim(kOp, "scale", *scale, 1);
-      check::size(kOp, "scale", *scale, 0, grad.sym_size(0), "the rows of grad");
+      check::dim(kRowTerms, "scale", *scale, 1);
+      check::size(kRowTerms, "scale", *scale, 0, grad.sym_size(0), "the rows of grad");
     }
-    check::same_dtype(kOp, "scale", *scale, "grad", grad);
-    check::same_device(kOp, "scale", *scale, "grad", grad);
+    check::same_dtype(kRowTerms, "scale", *scale, "grad", grad);
+    check::same_device(kRowTerms, "scale", *scale, "grad", grad);
   }
 }
 
@@ -138,7 +138,7 @@ Terms row_terms_composite(const Tensor& grad, const Tensor& ids, const OptionalT
                           int64_t num_classes) {
   check_row_terms(grad, ids, scale, num_classes);
   if (ids.is_cpu()) {
-    check::class_ids(kOp, "ids", ids, num_classes);
+    check::class_ids(kRowTerms, "ids", ids, num_classes);
   }
   Tensor scaled = grad;
   if (is_defined(scale)) {
@@ -208,7 +208,7 @@ void store_row_terms(const Tensor& table, const RowTerms& terms) {
   TermRegistry& all = term_registry();
   const std::lock_guard lock(all.mutex);
   Pending* const pending = all.pending_by_table.find(table.unsafeGetTensorImpl());
-  TORCH_CHECK(pending != nullptr, kOp, ": expected a table whose optimizer takes terms");
+  TORCH_CHECK(pending != nullptr, kRowTerms, ": expected a table whose optimizer takes terms");
   *pending = {RowTerms{terms.rows, terms.sources, terms.coefficients, terms.input.detach()},
               version_of(terms.input)};
 }

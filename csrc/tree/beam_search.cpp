@@ -28,8 +28,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "beam_search";
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr const char* kBeamSearch = "beam_search";
 
 BeamSearchResult beam_search_meta(const Tensor& input, const Tensor& weight,
                                   const OptionalTensor& bias, const Tensor& first_child,
@@ -85,12 +84,12 @@ BeamSearchResult beam_search(const Tensor& input, const Tensor& weight, const Op
 void check_beam_search(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        const Tensor& first_child, const Tensor& node_class,
                        const c10::SymInt& width, std::string_view transform) {
-  check::linear(kOp, input, weight, bias);
-  check::finite_queries(kOp, "input", input);
-  check_nodes(kOp, "first_child", first_child, input, weight.sym_size(0) + 2);
-  check_nodes(kOp, "node_class", node_class, input, weight.sym_size(0) + 1);
-  TORCH_CHECK_VALUE(width >= 1, kOp, ": expected width of at least 1, got ", width);
-  additive_transform_named(kOp, transform);
+  check::linear(kBeamSearch, input, weight, bias);
+  check::finite_queries(kBeamSearch, "input", input);
+  check_nodes(kBeamSearch, "first_child", first_child, input, weight.sym_size(0) + 2);
+  check_nodes(kBeamSearch, "node_class", node_class, input, weight.sym_size(0) + 1);
+  TORCH_CHECK_VALUE(width >= 1, kBeamSearch, ": expected width of at least 1, got ", width);
+  additive_transform_named(kBeamSearch, transform);
 }
 
 BeamSearchResult beam_search_reference(const Tensor& input, const Tensor& weight,
@@ -98,9 +97,9 @@ BeamSearchResult beam_search_reference(const Tensor& input, const Tensor& weight
                                        const Tensor& node_class, c10::SymInt width,
                                        std::string_view transform) {
   check_beam_search(input, weight, bias, first_child, node_class, width, transform);
-  check_all_children(kOp, first_child);
+  check_all_children(kBeamSearch, first_child);
   const Tensor edges =
-      additive_transform_named(kOp, transform)(all_edge_scores(input, weight, bias));
+      additive_transform_named(kBeamSearch, transform)(all_edge_scores(input, weight, bias));
   const int64_t nodes = node_class.size(0), beam = width.expect_int();
   const Tensor children = first_child.diff(), leaf = children.eq(0),
                parent = parents_of(first_child);
@@ -123,10 +122,10 @@ BeamSearchResult beam_search_reference(const Tensor& input, const Tensor& weight
     in_beam = at::zeros_like(candidates).scatter_(1, best, candidates.gather(1, best));
   }
   const Tensor found = in_beam.gather(1, best);
-  const Tensor values = at::full({input.size(0), beam}, -kInfinity, scores.options());
+  const Tensor values = at::full({input.size(0), beam}, -kInf, scores.options());
   const Tensor classes = at::full({input.size(0), beam}, -1, node_class.options());
   values.narrow(1, 0, best.size(1))
-      .copy_(scores.gather(1, best).masked_fill(found.logical_not(), -kInfinity));
+      .copy_(scores.gather(1, best).masked_fill(found.logical_not(), -kInf));
   classes.narrow(1, 0, best.size(1))
       .copy_(at::where(found, node_class.index_select(0, best.flatten()).view_as(best), -1));
   return {values, classes};

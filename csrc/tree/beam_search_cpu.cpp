@@ -27,7 +27,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "beam_search";
+constexpr const char* kBeamSearchCpu = "beam_search";
 constexpr int64_t kBlock = 64;        // queries per matrix product
 constexpr int64_t kDenseEdges = 8192; // most edges per product: their scores stay in cache
 
@@ -107,7 +107,8 @@ class Search {
     edges_.clear();
     bool any = false;
     for (const Node<A>& node : beam_) {
-      const auto [begin, end] = children_of(kOp, tree_.first_child, node.id, tree_.nodes);
+      const auto [begin, end] =
+          children_of(kBeamSearchCpu, tree_.first_child, node.id, tree_.nodes);
       if (begin == end) {
         next_.push_back(node);
         continue;
@@ -148,7 +149,7 @@ BeamSearchResult beam_search_cpu(const Tensor& input, const Tensor& weight,
   if (use_reference()) {
     return beam_search_reference(input, weight, bias, first_child, node_class, width, transform);
   }
-  const NamedTransform named = additive_transform_named(kOp, transform);
+  const NamedTransform named = additive_transform_named(kBeamSearchCpu, transform);
   const auto dtype = opmath_dtype(input.scalar_type());
   const int64_t queries = input.size(0), features = input.size(1), beam = width.expect_int();
   const Tensor x = input.contiguous(), table = with_unit_column_stride(weight),

@@ -19,7 +19,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "beam_tree_step";
+constexpr const char* kBeamTreeStep = "beam_tree_step";
 
 // Whether a step trains the edges and counts for balancing. 16-bit edges are balanced only on
 // request, because rounding changes scores.
@@ -37,10 +37,10 @@ void count_step(const Tensor& weight, const OptionalTensor& bias, const TreeTabl
   if (!is_defined(steps) || !learns(weight, options)) {
     return;
   }
-  check::dim(kOp, "steps", *steps, 0);
-  check::int64(kOp, "steps", *steps);
-  TORCH_CHECK_TYPE(check::can_read(*steps), kOp, ": expected steps on the CPU, got a tensor on ",
-                   steps->device());
+  check::dim(kBeamTreeStep, "steps", *steps, 0);
+  check::int64(kBeamTreeStep, "steps", *steps);
+  TORCH_CHECK_TYPE(check::can_read(*steps), kBeamTreeStep,
+                   ": expected steps on the CPU, got a tensor on ", steps->device());
   const at::AutoDispatchBelowADInplaceOrView guard;
   const int64_t count = steps->item<int64_t>() + 1;
   if (count % options.balance_every == 0) {
@@ -56,7 +56,7 @@ void balance_edges(const Tensor& weight, const OptionalTensor& bias, const TreeT
   std::vector<Tensor> tables;
   const auto add = [&](const char* name, const Tensor& table) {
     check_tree_balance(table, tree.first_child, layer_sizes);
-    check::writable(kOp, name, table);
+    check::writable(kBeamTreeStep, name, table);
     tables.push_back(table);
   };
   add("weight", weight);
@@ -104,14 +104,14 @@ XSOFTMAX_OPERATORS(m) {
          at::TensorList state, std::string_view noise, std::string_view text,
          std::optional<at::Generator> generator, const OptionalTensor& steps,
          const OptionalTensor& class_weight) {
-        const SamplerView complement(kOp, noise, state);
-        TORCH_CHECK_VALUE(complement.name() == "complement", kOp,
+        const SamplerView complement(kBeamTreeStep, noise, state);
+        TORCH_CHECK_VALUE(complement.name() == "complement", kBeamTreeStep,
                           ": expected noise of kind complement, got ", complement.name());
-        const auto options = parse_options<BeamTreeStepOptions>(kOp, text);
+        const auto options = parse_options<BeamTreeStepOptions>(kBeamTreeStep, text);
         const auto outside = [&](const DrawRequest& request, const Tensor& candidates) {
           return sample_outside(complement, request, candidates);
         };
-        const TreeTables tables(kOp, tree);
+        const TreeTables tables(kBeamTreeStep, tree);
         return beam_tree_step({input, weight, bias, target, tables, layer_sizes, outside,
                                std::move(generator), steps, class_weight},
                               options);
@@ -122,15 +122,15 @@ XSOFTMAX_OPERATORS(m) {
       [](const Tensor& weight, const OptionalTensor& bias, at::TensorList tree,
          at::IntArrayRef layer_sizes) {
         const at::AutoDispatchBelowADInplaceOrView guard;
-        balance_edges(weight, bias, {kOp, tree}, layer_sizes);
+        balance_edges(weight, bias, {kBeamTreeStep, tree}, layer_sizes);
       });
   m.def(
       "beam_tree_count_step_(Tensor(a!) weight, Tensor(b!)? bias, Tensor[] tree, int[] "
       "layer_sizes, Tensor(c!)? steps, str options) -> ()",
       [](const Tensor& weight, const OptionalTensor& bias, at::TensorList tree,
          at::IntArrayRef layer_sizes, const OptionalTensor& steps, std::string_view text) {
-        count_step(weight, bias, {kOp, tree}, layer_sizes, steps,
-                   parse_options<BeamTreeStepOptions>(kOp, text));
+        count_step(weight, bias, {kBeamTreeStep, tree}, layer_sizes, steps,
+                   parse_options<BeamTreeStepOptions>(kBeamTreeStep, text));
       });
 }
 

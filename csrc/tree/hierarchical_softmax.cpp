@@ -38,9 +38,9 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "hierarchical_softmax_loss"; // the operator that users call
+constexpr const char* kHierarchicalSoftmax =
+    "hierarchical_softmax_loss"; // the operator that users call
 constexpr const char* kTopk = "hierarchical_topk";
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 HierarchicalState call_forward(const Tensor& input, const Tensor& weight,
                                const OptionalTensor& bias, const Tensor& first_child,
@@ -149,7 +149,7 @@ Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTe
     return hierarchical_softmax(input, weight, bias, first_child, parent, nodes, layer_sizes,
                                 group_sizes, sparse_grad);
   }
-  check::strided_tensors(kOp,
+  check::strided_tensors(kHierarchicalSoftmax,
                          {{"input", &input},
                           {"weight", &weight},
                           {"first_child", &first_child},
@@ -258,14 +258,15 @@ HierarchicalTopk hierarchical_topk(const Tensor& input, const Tensor& weight,
 void check_hierarchical(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const Tensor& first_child, const Tensor& parent, const Tensor& nodes,
                         at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes) {
-  check::dim(kOp, "nodes", nodes, 1);
-  check_tree_scores(kOp, input, weight, bias, parent, nodes.unsqueeze(-1), layer_sizes);
-  check_nodes(kOp, "first_child", first_child, input, weight.sym_size(0) + 2);
-  TORCH_CHECK_VALUE(group_sizes.size() == layer_sizes.size(), kOp, ": expected group_sizes of ",
-                    layer_sizes.size(), " layers, as many as layer_sizes, got ",
-                    group_sizes.size());
+  check::dim(kHierarchicalSoftmax, "nodes", nodes, 1);
+  check_tree_scores(kHierarchicalSoftmax, input, weight, bias, parent, nodes.unsqueeze(-1),
+                    layer_sizes);
+  check_nodes(kHierarchicalSoftmax, "first_child", first_child, input, weight.sym_size(0) + 2);
+  TORCH_CHECK_VALUE(group_sizes.size() == layer_sizes.size(), kHierarchicalSoftmax,
+                    ": expected group_sizes of ", layer_sizes.size(),
+                    " layers, as many as layer_sizes, got ", group_sizes.size());
   for (size_t l = 0; l < group_sizes.size(); ++l) {
-    TORCH_CHECK_VALUE(group_sizes[l] >= 1 && group_sizes[l] <= layer_sizes[l], kOp,
+    TORCH_CHECK_VALUE(group_sizes[l] >= 1 && group_sizes[l] <= layer_sizes[l], kHierarchicalSoftmax,
                       ": expected group_sizes in [1, ", layer_sizes[l],
                       "], the size of the layer, got ", group_sizes[l]);
   }
@@ -311,7 +312,7 @@ HierarchicalState hierarchical_softmax_forward_reference(
     const Tensor& first_child, const Tensor& parent, const Tensor& nodes,
     at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::array<bool, 2> output_mask) {
   check_hierarchical(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes);
-  check_sibling_paths(kOp, first_child, parent, nodes, layer_sizes, group_sizes);
+  check_sibling_paths(kHierarchicalSoftmax, first_child, parent, nodes, layer_sizes, group_sizes);
   const Tensor scores = all_edge_scores(input, weight, bias);
   Tensor loss = at::zeros({input.size(0)}, scores.options());
   // Column 0 collects the entries with edge -1.
@@ -322,7 +323,7 @@ HierarchicalState hierarchical_softmax_forward_reference(
     const Tensor target_score = scores.gather(1, layer.edge.clamp_min(0).unsqueeze(1)).squeeze(1);
     // If the path does not reach this layer, any finite scores will do.
     const Tensor group = scores.gather(1, edges)
-                             .masked_fill(none, -kInfinity)
+                             .masked_fill(none, -kInf)
                              .masked_fill(layer.active.logical_not().unsqueeze(1), 0);
     loss = loss + at::where(layer.active, group.logsumexp(1) - target_score, 0.0);
     const Tensor gradient = at::where(
@@ -382,7 +383,7 @@ HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& 
                                               0, /*unsafe=*/true, initial);
     return reduced.t().index_select(1, parent.narrow(0, 1, nodes - 1));
   };
-  const Tensor shifted = scores - reduce_groups(scores, "max", -kInfinity);
+  const Tensor shifted = scores - reduce_groups(scores, "max", -kInf);
   Tensor log_prob = at::cat({none, shifted - reduce_groups(shifted.exp(), "sum", 0).log()}, 1);
   // Sum along paths by pointer doubling.
   Tensor parent_node = parent;
@@ -400,10 +401,10 @@ HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& 
                       std::get<1>(inner.sort(/*stable=*/true, /*dim=*/1, /*descending=*/false))
                           .narrow(1, 0, found));
   const Tensor is_leaf = leaf.index_select(0, place.flatten()).view_as(place);
-  const Tensor best = at::full({input.size(0), wanted}, -kInfinity, scores.options());
+  const Tensor best = at::full({input.size(0), wanted}, -kInf, scores.options());
   const Tensor classes = at::full({input.size(0), wanted}, -1, node_class.options());
   best.narrow(1, 0, found)
-      .copy_(log_prob.gather(1, place).masked_fill(is_leaf.logical_not(), -kInfinity));
+      .copy_(log_prob.gather(1, place).masked_fill(is_leaf.logical_not(), -kInf));
   classes.narrow(1, 0, found)
       .copy_(at::where(is_leaf, node_class.index_select(0, place.flatten()).view_as(place), -1));
   const Tensor bad = log_prob.isnan().any(1, true);

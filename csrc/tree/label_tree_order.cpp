@@ -26,7 +26,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "label_tree_kmeans_order";
+constexpr const char* kLabelTreeOrder = "label_tree_kmeans_order";
 constexpr int64_t kSmall = 4096; // a part of at most this many rows is ordered by a single thread
 // Maximal recursion depth. Limits the work if K-means splits off only a few rows at a time.
 constexpr int64_t kDeepest = 64;
@@ -197,15 +197,17 @@ void push_parts(std::vector<Part>& parts, const Part& part, int64_t* order, cons
 
 Tensor label_tree_kmeans_order(const Tensor& seed, const Tensor& rows, int64_t arity,
                                int64_t iterations) {
-  check::dim(kOp, "seed", seed, 0);
-  check::int64(kOp, "seed", seed);
-  check::dim(kOp, "rows", rows, 2);
-  check::floating(kOp, "rows", rows);
-  TORCH_CHECK_VALUE(rows.size(0) >= 1, kOp, ": expected rows of at least one class, got none");
-  TORCH_CHECK_VALUE(arity >= 2, kOp, ": expected arity of at least 2, got ", arity);
-  TORCH_CHECK_VALUE(iterations >= 1, kOp, ": expected iterations of at least 1, got ", iterations);
+  check::dim(kLabelTreeOrder, "seed", seed, 0);
+  check::int64(kLabelTreeOrder, "seed", seed);
+  check::dim(kLabelTreeOrder, "rows", rows, 2);
+  check::floating(kLabelTreeOrder, "rows", rows);
+  TORCH_CHECK_VALUE(rows.size(0) >= 1, kLabelTreeOrder,
+                    ": expected rows of at least one class, got none");
+  TORCH_CHECK_VALUE(arity >= 2, kLabelTreeOrder, ": expected arity of at least 2, got ", arity);
+  TORCH_CHECK_VALUE(iterations >= 1, kLabelTreeOrder, ": expected iterations of at least 1, got ",
+                    iterations);
   const Tensor x = rows.detach().cpu().to(at::kFloat).contiguous();
-  TORCH_CHECK_VALUE(x.isfinite().all().item<bool>(), kOp,
+  TORCH_CHECK_VALUE(x.isfinite().all().item<bool>(), kLabelTreeOrder,
                     ": expected rows that are finite, got an infinity or NaN");
   const uint64_t key = uint64_t(seed.item<int64_t>());
   const int64_t n = x.size(0), width = x.size(1);
@@ -219,7 +221,7 @@ Tensor label_tree_kmeans_order(const Tensor& seed, const Tensor& rows, int64_t a
       (part.end - part.begin > kSmall ? large : small).push_back(part);
     }
   };
-  LongWork progress(kOp, n); // counts the rows that are in their final position
+  LongWork progress(kLabelTreeOrder, n); // counts the rows that are in their final position
   sort_in(n > arity ? std::vector<Part>{{0, n, 0}} : std::vector<Part>{});
   while (!large.empty()) { // one part at a time, on all threads
     const Part part = large.back();

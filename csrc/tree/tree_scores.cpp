@@ -31,7 +31,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "tree_scores";
+constexpr const char* kTreeScores = "tree_scores";
 
 RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
                            const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
@@ -44,7 +44,7 @@ RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor
 Tensor tree_scores_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
                         bool, std::optional<bool>) {
-  check_tree_scores(kOp, input, weight, bias, parent, nodes, layer_sizes);
+  check_tree_scores(kTreeScores, input, weight, bias, parent, nodes, layer_sizes);
   return at::empty_symint(nodes.sym_sizes(),
                           input.options().dtype(opmath_dtype(input.scalar_type())));
 }
@@ -91,7 +91,8 @@ Tensor tree_scores_autograd(const Tensor& input, const Tensor& weight, const Opt
                             const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
                             bool differences_only, std::optional<bool> sparse_grad) {
   check::strided_tensors(
-      kOp, {{"input", &input}, {"weight", &weight}, {"parent", &parent}, {"nodes", &nodes}});
+      kTreeScores,
+      {{"input", &input}, {"weight", &weight}, {"parent", &parent}, {"nodes", &nodes}});
   register_row_tables(sparse_grad, weight, bias);
   return TreeScores::apply(input, weight, bias, parent, nodes, layer_sizes, differences_only,
                            sparse_grad);
@@ -222,8 +223,8 @@ Tensor all_edge_scores(const Tensor& input, const Tensor& weight, const Optional
 Tensor tree_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                              const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
                              bool differences_only, std::optional<bool>) {
-  check_tree_scores(kOp, input, weight, bias, parent, nodes, layer_sizes);
-  check_paths(kOp, parent, nodes);
+  check_tree_scores(kTreeScores, input, weight, bias, parent, nodes, layer_sizes);
+  check_paths(kTreeScores, parent, nodes);
   const Tensor edges = edges_of_paths(parent, nodes, int64_t(layer_sizes.size()), differences_only);
   const Tensor scores = all_edge_scores(input, weight, bias);
   const Tensor none = at::zeros({input.size(0), 1}, scores.options());

@@ -8,7 +8,7 @@ using Optional = std::optional<Tensor>;
 
 namespace {
 
-[[maybe_unused]] const bool registered = [] {
+[[maybe_unused]] const bool midx_module_registered = [] {
   register_adaptive<MidxSamplerImpl, MidxOptions>("midx");
   return true;
 }();

@@ -74,7 +74,7 @@ class UnigramKind : public StaticKind {
   }
 };
 
-[[maybe_unused]] const bool registered =
+[[maybe_unused]] const bool static_kind_registered =
     register_sampler_kind("static", std::make_unique<StaticKind>()) &&
     register_sampler_kind("unigram", std::make_unique<UnigramKind>());
 

@@ -69,7 +69,7 @@ std::shared_ptr<SamplerImpl> make_unigram(const SamplerRequest& request) {
                                               0.75, draw_options(request));
 }
 
-[[maybe_unused]] const bool registered = [] {
+[[maybe_unused]] const bool static_module_registered = [] {
   register_distribution<UniformSamplerImpl>("uniform");
   register_distribution<LogUniformSamplerImpl>("log_uniform");
   register_sampler("unigram", make_unigram);

@@ -17,7 +17,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "systematic_sample";
+constexpr const char* kSystematicSampleCpu = "systematic_sample";
 
 std::tuple<Tensor, Tensor> systematic_table_cpu(const Tensor& weights) {
   check_weights("systematic_table", weights);
@@ -50,13 +50,13 @@ std::tuple<Tensor, Tensor> systematic_table_cpu(const Tensor& weights) {
 // The tables may come from an untrusted state dict.
 struct TableChecks {
   void id(int64_t id, int64_t classes) const {
-    TORCH_CHECK_INDEX(uint64_t(id) < uint64_t(classes), kOp, ": expected order in [0, ", classes,
-                      "), got ", id);
+    TORCH_CHECK_INDEX(uint64_t(id) < uint64_t(classes), kSystematicSampleCpu,
+                      ": expected order in [0, ", classes, "), got ", id);
   }
   void samples(int64_t num_samples, int64_t support) const {
-    TORCH_CHECK_VALUE(num_samples <= support, kOp, ": expected num_samples of at most ", support,
-                      " (the classes with a weight above zero, of which each is drawn once), got ",
-                      num_samples);
+    TORCH_CHECK_VALUE(
+        num_samples <= support, kSystematicSampleCpu, ": expected num_samples of at most ", support,
+        " (the classes with a weight above zero, of which each is drawn once), got ", num_samples);
   }
 };
 
@@ -78,7 +78,7 @@ std::tuple<Tensor, Tensor> systematic_sample_cpu(const Tensor& seed, const Tenso
   const Tensor weights = probability.contiguous(), slots = order.contiguous(),
                sums = cumulative.contiguous();
   const int64_t n = weights.numel();
-  const StaticTail tail = static_tail(kOp, behind, n);
+  const StaticTail tail = static_tail(kSystematicSampleCpu, behind, n);
   const SystematicTables tables{weights.const_data_ptr<double>(), slots.const_data_ptr<int64_t>(),
                                 sums.const_data_ptr<double>(),    tail.first,
                                 systematic_buckets(tail.first),   tail};
@@ -92,7 +92,7 @@ std::tuple<Tensor, Tensor> systematic_sample_cpu(const Tensor& seed, const Tenso
                        draw_set(ids + q * num_samples, tables, plan, from.key(), from.query(q));
                      }
                    });
-  check::class_ids(kOp, "the classes in order", out, n);
+  check::class_ids(kSystematicSampleCpu, "the classes in order", out, n);
   if (!num_queries.has_value()) {
     std::sort(ids, ids + num_samples);
   }

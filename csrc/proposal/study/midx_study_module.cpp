@@ -10,7 +10,7 @@ using Optional = std::optional<Tensor>;
 
 namespace {
 
-[[maybe_unused]] const bool registered = [] {
+[[maybe_unused]] const bool midx_study_module_registered = [] {
   register_adaptive<ExactMidxSamplerImpl, MidxOptions>("midx_exact");
   register_adaptive<SpreadMidxSamplerImpl, MidxOptions>("midx_spread");
   register_adaptive<LearnableMidxSamplerImpl, MidxOptions>("midx_learnable");

@@ -18,20 +18,20 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kName = "reset_rows_";
+constexpr const char* kResetRows = "reset_rows_";
 
 void check_reset(const Tensor& table, const Tensor& rows, const Tensor& values) {
-  TORCH_CHECK_VALUE(table.dim() >= 1, kName, ": expected a table with rows, got no dimension");
-  check::in_memory(kName, "table", table);
-  check::dim(kName, "rows", rows, 1);
-  check::int64(kName, "rows", rows);
-  check::same_device(kName, "rows", rows, "table", table);
-  check::dim(kName, "values", values, table.dim());
-  check::same_dtype(kName, "values", values, "table", table);
-  check::same_device(kName, "values", values, "table", table);
-  check::size(kName, "values", values, 0, rows.sym_size(0), "rows");
+  TORCH_CHECK_VALUE(table.dim() >= 1, kResetRows, ": expected a table with rows, got no dimension");
+  check::in_memory(kResetRows, "table", table);
+  check::dim(kResetRows, "rows", rows, 1);
+  check::int64(kResetRows, "rows", rows);
+  check::same_device(kResetRows, "rows", rows, "table", table);
+  check::dim(kResetRows, "values", values, table.dim());
+  check::same_dtype(kResetRows, "values", values, "table", table);
+  check::same_device(kResetRows, "values", values, "table", table);
+  check::size(kResetRows, "values", values, 0, rows.sym_size(0), "rows");
   for (int64_t axis = 1; axis < table.dim(); ++axis) {
-    check::size(kName, "values", values, axis, table.sym_size(axis), "the table");
+    check::size(kResetRows, "values", values, axis, table.sym_size(axis), "the table");
   }
 }
 
@@ -44,7 +44,7 @@ void reset_rows_meta(Tensor& table, const Tensor& rows, const Tensor& values) {
 void reset_rows_(Tensor& table, const Tensor& rows, const Tensor& values) {
   check_reset(table, rows, values);
   if (rows.is_cpu()) {
-    check::class_ids(kName, "rows", rows, table.size(0));
+    check::class_ids(kResetRows, "rows", rows, table.size(0));
   }
   const TableWriteGuard write(table);
   const at::NoGradGuard no_grad;

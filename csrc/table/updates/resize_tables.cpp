@@ -26,7 +26,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kName = "resize_tables_";
+constexpr const char* kResizeTables = "resize_tables_";
 constexpr int64_t kMaxRows = int64_t(1) << 40;
 
 /// Allocation behind a resized table. The table's storage, which ends with the last row, has it as
@@ -167,36 +167,36 @@ struct ResizedState {
 };
 
 void check_resize(at::TensorList tables, at::TensorList rows, at::IntArrayRef sizes) {
-  TORCH_CHECK_VALUE(tables.size() == rows.size(), kName, ": expected rows for each of ",
+  TORCH_CHECK_VALUE(tables.size() == rows.size(), kResizeTables, ": expected rows for each of ",
                     tables.size(), " tables, got ", rows.size());
-  TORCH_CHECK_VALUE(tables.size() == sizes.size(), kName, ": expected a size of each of ",
+  TORCH_CHECK_VALUE(tables.size() == sizes.size(), kResizeTables, ": expected a size of each of ",
                     tables.size(), " tables, got ", sizes.size());
   for (size_t i = 0; i < tables.size(); ++i) {
     const Tensor &table = tables[i], &added = rows[i];
     const int64_t size = sizes[i];
-    TORCH_CHECK_VALUE(size >= 0 && size <= kMaxRows, kName, ": expected sizes in [0, 2^40], got ",
-                      size);
-    TORCH_CHECK_VALUE(table.dim() >= 1, kName,
+    TORCH_CHECK_VALUE(size >= 0 && size <= kMaxRows, kResizeTables,
+                      ": expected sizes in [0, 2^40], got ", size);
+    TORCH_CHECK_VALUE(table.dim() >= 1, kResizeTables,
                       ": expected tables with rows, got one of no dimension");
-    TORCH_CHECK_VALUE(!table.unsafeGetTensorImpl()->has_symbolic_sizes_strides(), kName,
+    TORCH_CHECK_VALUE(!table.unsafeGetTensorImpl()->has_symbolic_sizes_strides(), kResizeTables,
                       ": expected tables whose sizes are known");
-    check::in_memory(kName, "tables", table);
-    TORCH_CHECK(MappedFile::of(table) == nullptr, kName,
+    check::in_memory(kResizeTables, "tables", table);
+    TORCH_CHECK(MappedFile::of(table) == nullptr, kResizeTables,
                 ": expected tables in memory, got one that lies in the file ",
                 MappedFile::of(table)->path(),
                 ", whose size is fixed: make another file, and copy the rows that stay");
-    check::dim(kName, "rows", added, table.dim());
-    check::same_dtype(kName, "rows", added, "the table", table);
-    check::same_device(kName, "rows", added, "the table", table);
-    check::size(kName, "rows", added, 0, std::max<int64_t>(0, size - table.size(0)),
+    check::dim(kResizeTables, "rows", added, table.dim());
+    check::same_dtype(kResizeTables, "rows", added, "the table", table);
+    check::same_device(kResizeTables, "rows", added, "the table", table);
+    check::size(kResizeTables, "rows", added, 0, std::max<int64_t>(0, size - table.size(0)),
                 "the rows that the table gains");
     for (int64_t axis = 1; axis < table.dim(); ++axis) {
-      check::size(kName, "rows", added, axis, table.size(axis), "the table");
-      TORCH_CHECK_VALUE(table.size(axis) <= kMaxRows, kName,
+      check::size(kResizeTables, "rows", added, axis, table.size(axis), "the table");
+      TORCH_CHECK_VALUE(table.size(axis) <= kMaxRows, kResizeTables,
                         ": expected rows of at most 2^40 elements, got ", table.size(axis));
     }
     for (size_t j = 0; j < i; ++j) {
-      TORCH_CHECK_VALUE(!tables[j].is_same(table), kName,
+      TORCH_CHECK_VALUE(!tables[j].is_same(table), kResizeTables,
                         ": expected different tables, got one of them twice");
     }
   }
