@@ -41,8 +41,8 @@ Tensor log_sum(const Tensor& x, int64_t dim) {
 }
 
 // The columns of the partial sums, which depend on the estimator and on the kinds of sets present.
-struct Columns {
-  Columns(const char* op, const EstimatorOptions& options, bool has_distinct, bool has_drawn)
+struct ShareColumns {
+  ShareColumns(const char* op, const EstimatorOptions& options, bool has_distinct, bool has_drawn)
       : estimator(find_estimator(op, options.estimator)), traits(estimator.traits),
         distinct(has_distinct), drawn(has_drawn) {
     TORCH_CHECK_VALUE(estimator.combination.has_value(), op,
@@ -66,8 +66,8 @@ struct Columns {
   bool renormalizes, counts_target, smooths;
 };
 
-Columns columns_of(const char* op, const EstimatorOptions& options,
-                   const c10::List<bool>& distinct) {
+ShareColumns columns_of(const char* op, const EstimatorOptions& options,
+                        const c10::List<bool>& distinct) {
   const auto count = std::count(distinct.begin(), distinct.end(), true);
   return {op, options, count > 0, size_t(count) < distinct.size()};
 }
@@ -96,7 +96,7 @@ Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Propos
   for (const CandidateSet& set : sets) {
     distinct.push_back(set.distinct);
   }
-  const Columns columns = columns_of(op, options, distinct);
+  const ShareColumns columns = columns_of(op, options, distinct);
   EstimatorTraits traits = columns.traits;
   traits.replaces_a_sample = traits.corrects_target = false;
   const Candidates candidates = arrange_columns(sets, scores.sym_size(0), traits);
@@ -144,7 +144,7 @@ Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Propos
 Tensor loss_of_shares(const Tensor& shares, const c10::List<bool>& distinct,
                       const EstimatorOptions& options) {
   constexpr const char* op = "loss_of_shares";
-  const Columns columns = columns_of(op, options, distinct);
+  const ShareColumns columns = columns_of(op, options, distinct);
   check::dim(op, "shares", shares, 3);
   check_dtype(op, "shares", shares);
   check::size(op, "shares", shares, 2, columns.size(),

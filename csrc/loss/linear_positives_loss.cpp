@@ -155,8 +155,8 @@ void for_each_block(const Tensor& input, const Tensor& weight, const Task& task)
   }
 }
 
-Tensor forward_any(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                   const Tensor& positives, const Tensor& shares, std::string_view text) {
+Tensor positives_forward_any(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             const Tensor& positives, const Tensor& shares, std::string_view text) {
   const ExactPositivesOptions options =
       check_arguments(input, weight, bias, positives, shares, text);
   Tensor loss = at::zeros({input.size(0)}, shares.options());
@@ -174,10 +174,10 @@ Tensor forward_any(const Tensor& input, const Tensor& weight, const OptionalTens
   return loss;
 }
 
-PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                const OptionalTensor& bias, const Tensor& positives,
-                                const Tensor& shares, std::string_view text,
-                                std::array<bool, 3> mask) {
+PositivesGradients positives_backward_any(const Tensor& grad, const Tensor& input,
+                                          const Tensor& weight, const OptionalTensor& bias,
+                                          const Tensor& positives, const Tensor& shares,
+                                          std::string_view text, std::array<bool, 3> mask) {
   const ExactPositivesOptions options =
       check_arguments(input, weight, bias, positives, shares, text);
   check_grad(grad, input);
@@ -239,32 +239,33 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
 }
 
 // Checks the ids also, which only the CPU can read.
-Tensor forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                   const Tensor& positives, const Tensor& shares, std::string_view text) {
+Tensor positives_forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             const Tensor& positives, const Tensor& shares, std::string_view text) {
   check_arguments(input, weight, bias, positives, shares, text);
   check::class_ids(kLinearPositivesLoss, "positives", positives, weight.size(0), -1);
-  return forward_any(input, weight, bias, positives, shares, text);
+  return positives_forward_any(input, weight, bias, positives, shares, text);
 }
 
-PositivesGradients backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                const OptionalTensor& bias, const Tensor& positives,
-                                const Tensor& shares, std::string_view text,
-                                std::array<bool, 3> mask) {
+PositivesGradients positives_backward_cpu(const Tensor& grad, const Tensor& input,
+                                          const Tensor& weight, const OptionalTensor& bias,
+                                          const Tensor& positives, const Tensor& shares,
+                                          std::string_view text, std::array<bool, 3> mask) {
   check_arguments(input, weight, bias, positives, shares, text);
   check::class_ids(kLinearPositivesLoss, "positives", positives, weight.size(0), -1);
-  return backward_any(grad, input, weight, bias, positives, shares, text, mask);
+  return positives_backward_any(grad, input, weight, bias, positives, shares, text, mask);
 }
 
-Tensor forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                    const Tensor& positives, const Tensor& shares, std::string_view text) {
+Tensor positives_forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                              const Tensor& positives, const Tensor& shares,
+                              std::string_view text) {
   check_arguments(input, weight, bias, positives, shares, text);
   return at::empty_symint({input.sym_size(0)}, shares.options());
 }
 
-PositivesGradients backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                 const OptionalTensor& bias, const Tensor& positives,
-                                 const Tensor& shares, std::string_view text,
-                                 std::array<bool, 3> mask) {
+PositivesGradients positives_backward_meta(const Tensor& grad, const Tensor& input,
+                                           const Tensor& weight, const OptionalTensor& bias,
+                                           const Tensor& positives, const Tensor& shares,
+                                           std::string_view text, std::array<bool, 3> mask) {
   check_arguments(input, weight, bias, positives, shares, text);
   check_grad(grad, input);
   return gradients_meta(input, weight, input.scalar_type(), mask);
@@ -272,7 +273,8 @@ PositivesGradients backward_meta(const Tensor& grad, const Tensor& input, const 
 
 Tensor call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                     const Tensor& positives, const Tensor& shares, std::string_view text) {
-  static const auto op = find_op<decltype(forward_any)>("xsoftmax::positives_cross_entropy");
+  static const auto op =
+      find_op<decltype(positives_forward_any)>("xsoftmax::positives_cross_entropy");
   return op.call(input, weight, bias, positives, shares, text);
 }
 
@@ -281,7 +283,7 @@ PositivesGradients call_backward(const Tensor& grad, const Tensor& input, const 
                                  const Tensor& shares, std::string_view text,
                                  std::array<bool, 3> mask) {
   static const auto op =
-      find_op<decltype(backward_any)>("xsoftmax::positives_cross_entropy_backward");
+      find_op<decltype(positives_backward_any)>("xsoftmax::positives_cross_entropy_backward");
   return op.call(grad, input, weight, bias, positives, shares, text, mask);
 }
 
@@ -369,18 +371,18 @@ XSOFTMAX_OPERATORS(m) {
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
-  m.impl("positives_cross_entropy", forward_any);
-  m.impl("positives_cross_entropy_backward", backward_any);
+  m.impl("positives_cross_entropy", positives_forward_any);
+  m.impl("positives_cross_entropy_backward", positives_backward_any);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
-  m.impl("positives_cross_entropy", forward_cpu);
-  m.impl("positives_cross_entropy_backward", backward_cpu);
+  m.impl("positives_cross_entropy", positives_forward_cpu);
+  m.impl("positives_cross_entropy_backward", positives_backward_cpu);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
-  m.impl("positives_cross_entropy", forward_meta);
-  m.impl("positives_cross_entropy_backward", backward_meta);
+  m.impl("positives_cross_entropy", positives_forward_meta);
+  m.impl("positives_cross_entropy_backward", positives_backward_meta);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {

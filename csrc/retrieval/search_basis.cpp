@@ -12,7 +12,7 @@ namespace xsoftmax {
 namespace {
 
 constexpr int64_t kSample = 4096; // rows
-constexpr int64_t kIterations = 8; // of the power method; more change the bounds little
+constexpr int64_t kPowerIterations = 8; // of the power method; more change the bounds little
 constexpr int64_t kBlock = 8; // rows of the matrix of products that share a pass over the sample
 
 // Returns the sum of r r^T over the rows of a sample [count, width].
@@ -100,7 +100,7 @@ std::vector<double> leading_directions(const std::function<void(int64_t, double*
     x = double(random()) / double(random.max()) - 0.5;
   }
   orthonormalize(basis, directions, width);
-  for (int64_t iteration = 0; iteration < kIterations && !stopped(); ++iteration) {
+  for (int64_t iteration = 0; iteration < kPowerIterations && !stopped(); ++iteration) {
     at::parallel_for(0, directions, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end && !stopped(); ++i) {
         double* out = next.data() + i * width;

@@ -80,10 +80,14 @@ std::vector<int64_t> layer_negatives(const std::vector<std::string>& negatives, 
     std::istringstream parts(text + "+");
     int64_t rules = 0;
     for (std::string part; std::getline(parts, part, '+');) {
-      const int64_t rule = part == "tfn" ? kTeacherForcing
-          : part == "man"                ? kMatcherAware
-          : part == "user"               ? kUserNegatives
-                                         : 0;
+      int64_t rule = 0;
+      if (part == "tfn") {
+        rule = kTeacherForcing;
+      } else if (part == "man") {
+        rule = kMatcherAware;
+      } else if (part == "user") {
+        rule = kUserNegatives;
+      }
       TORCH_CHECK_VALUE(rule != 0, kTrain,
                         ": expected negatives as \"tfn\", \"man\", \"user\" or several joined by "
                         "+, got \"",

@@ -22,7 +22,8 @@ bool has_plain_layout(const StreamingState& state) {
 }
 
 // Sums of integers below 2^53 are exact in any order, and so are the increments of a decayed count.
-void update_dense(const Tensor& ids, const StreamingState& state, const StreamingOptions& options) {
+void update_dense_cpu(const Tensor& ids, const StreamingState& state,
+                      const StreamingOptions& options) {
   const int64_t* id = ids.const_data_ptr<int64_t>();
   const int64_t size = ids.numel();
   const int64_t number = std::count_if(id, id + size, [](int64_t i) { return i >= 0; });
@@ -132,7 +133,7 @@ void streaming_update_cpu(const Tensor& ids, const OptionalTensor& mask, Tensor&
     update_open(unmasked, counted.defined() ? counted.const_data_ptr<bool>() : nullptr, state,
                 options);
   } else {
-    update_dense(unmasked, state, options);
+    update_dense_cpu(unmasked, state, options);
   }
 }
 

@@ -13,7 +13,7 @@
 namespace xsoftmax {
 namespace {
 
-constexpr int64_t kGrain = 2048; // entries per task
+constexpr int64_t kEntriesPerTask = 2048;
 
 /// Returns whether an entry of `slots` agrees with the rest of the state.
 bool consistent(const IdTableView& table, int64_t place, const IdTableOptions& options) {
@@ -47,7 +47,7 @@ void check_id_table_values(const char* op, const IdTableView& table,
       }
       return found;
     };
-    return at::parallel_reduce(0, size, kGrain, no_pair, search,
+    return at::parallel_reduce(0, size, kEntriesPerTask, no_pair, search,
                                [](int64_t a, int64_t b) { return std::min(a, b); });
   };
   const auto number = [&](int64_t size, const auto& counted) {
@@ -57,7 +57,7 @@ void check_id_table_values(const char* op, const IdTableView& table,
       }
       return sum;
     };
-    return at::parallel_reduce(0, size, kGrain, int64_t(0), count, std::plus<>());
+    return at::parallel_reduce(0, size, kEntriesPerTask, int64_t(0), count, std::plus<>());
   };
   const int64_t wrong_slot =
       first(table.num_slots, [&](int64_t i) { return !consistent(table, i, options); });

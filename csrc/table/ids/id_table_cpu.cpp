@@ -20,13 +20,13 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kBlock = 32; // ids whose slots are prefetched together
-constexpr int64_t kGrain = 2048; // ids per task
+constexpr int64_t kIdsPerTask = 2048;
 
 /// Writes the row of each id, 0 if it has none. Returns whether all rows that were read from slots
 /// are in range.
 bool find_rows(const IdTableView& table, const int64_t* ids, int64_t n, int64_t* rows) {
   std::atomic<bool> fits{true};
-  at::parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, n, kIdsPerTask, [&](int64_t begin, int64_t end) {
     std::array<uint64_t, kBlock> home_slot;
     bool all_fit = true;
     for (int64_t block = begin; block < end; block += kBlock) {
@@ -55,7 +55,7 @@ void check_fits(const char* op, bool fits, int64_t capacity) {
 
 /// Updates the counts of rows. Integer sums do not depend on the order of threads.
 void count_rows(const IdTableView& table, const int64_t* rows, int64_t n, int64_t step) {
-  at::parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, n, kIdsPerTask, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (i + kIdsAhead < end) {
         __builtin_prefetch(table.seen + rows[i + kIdsAhead]);
@@ -158,7 +158,7 @@ Tensor id_table_ids(const Tensor& rows, at::TensorList state, int64_t missing) {
   check::class_ids(op, "rows", host_rows, table.capacity);
   const int64_t* row = host_rows.const_data_ptr<int64_t>();
   int64_t* id = ids.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, host_rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, host_rows.numel(), kIdsPerTask, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       id[i] = table.seen[row[i]].step > 0 ? table.row_ids[row[i]] : missing;
     }
