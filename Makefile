@@ -17,7 +17,8 @@
 #   make sanitize    the C++ tests under AddressSanitizer and UBSan
 #   make wheel       dist/xsoftmax-*.whl for all Pythons, for the torch in .venv; make sdist
 #   make wheels      dist/wheels: a wheel for each of TORCH_VERSIONS, tested, with an index page;
-#                    with kernels too where nvcc is
+#                    with kernels too where nvcc is; make check-wheels: those of TORCH_ENDS, only
+#                    built
 #   make release VERSION=1.2.3  checks versions and changelog, tests, builds wheels, sources and site,
 #                    writes checksums and lists of components, and makes the tag
 #   make docker      an image with torch, the library and the examples; make docker-cuda: with the
@@ -37,8 +38,8 @@
 #
 # Variables: PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS (compilers and test
 # processes at once), PYTEST_ARGS, WHEEL (make demo: a wheel to install instead of a build), MINUTES
-# (limit of the measurements of make gpu), TORCH_VERSIONS (make wheels), ORDERS (of threads: make
-# cuda-emulate), and those of .ci/wheels and .ci/cuda_check.
+# (limit of the measurements of make gpu), TORCH_VERSIONS (make wheels), TORCH_ENDS (make
+# check-wheels), ORDERS (of threads: make cuda-emulate), and those of .ci/wheels and .ci/cuda_check.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -47,6 +48,7 @@ JOBS ?= $(shell nproc)
 CUDA_ARCH ?= 90
 ORDERS ?= reverse 1 2 3
 TORCH_VERSIONS ?= 2.11 2.12 2.13 2.14 2.15
+TORCH_ENDS ?= 2.11 2.14
 PYTEST_ARGS ?=
 
 SHELL := /bin/bash
@@ -58,7 +60,7 @@ SHELL := /bin/bash
 .PHONY: tutorials sanitize demo bench experiments gpu cuda-check cuda-emulate cuda-emulate-brief cuda-page
 .PHONY: lint format clean gtest python-headers
 .PHONY: docker docker-cuda
-.PHONY: wheel wheels release wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
+.PHONY: wheel wheels check-wheels release wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
 
 # A developer's own build must not stand in for the one under test.
 unexport XSOFTMAX_LIBRARY PYTHONPATH
@@ -150,6 +152,11 @@ wheel: $(READY) wheel-tools
 
 wheels:
 	PYTHON="$(PYTHON)" .ci/wheels $(TORCH_VERSIONS)
+
+# Without tests, which need several GB of libraries for each torch.
+check-wheels:
+	PYTHON="$(PYTHON)" CUDA=0 TEST=0 .ci/wheels $(TORCH_ENDS)
+	.ci/passed record $@
 
 # Checks first, so that nothing is built for a release that cannot be.
 release:
