@@ -1,6 +1,7 @@
 #include "xsoftmax/matcher.h"
 
 #include "table/files/draft_folder.h"
+#include "table/files/paths.h"
 #include "table/files/regular_file.h"
 
 #include <ATen/ops/from_blob.h>
@@ -11,7 +12,6 @@
 #include <bit>
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -30,7 +30,6 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little);
 
-namespace fs = std::filesystem;
 using at::Tensor;
 
 constexpr const char* kFile = "model.bin";
@@ -96,16 +95,17 @@ uint64_t header_checksum(Header header, std::span<const Section> sections) {
 /// A new file that is written sequentially.
 class NewFile {
  public:
-  explicit NewFile(const fs::path& path)
+  explicit NewFile(const std::string& path)
       : path_(path), handle_(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
-    TORCH_CHECK(handle_.number() >= 0, "XRLinear: cannot open ", path, ": ", system_error());
+    TORCH_CHECK(handle_.number() >= 0, "XRLinear: cannot open ", paths::quoted(path), ": ",
+                system_error());
   }
 
   void write(const void* from, uint64_t bytes) {
     for (const char* at = static_cast<const char*>(from); bytes > 0;) {
       const ssize_t done =
           ::write(handle_.number(), at, std::min<uint64_t>(bytes, uint64_t(1) << 30));
-      TORCH_CHECK(done > 0 || errno == EINTR, "XRLinear: cannot write ", path_, ": ",
+      TORCH_CHECK(done > 0 || errno == EINTR, "XRLinear: cannot write ", paths::quoted(path_), ": ",
                   system_error());
       at += std::max<ssize_t>(done, 0);
       bytes -= uint64_t(std::max<ssize_t>(done, 0));
@@ -113,24 +113,25 @@ class NewFile {
   }
 
   void flush() {
-    TORCH_CHECK(fsync(handle_.number()) == 0, "XRLinear: cannot write ", path_, ": ",
+    TORCH_CHECK(fsync(handle_.number()) == 0, "XRLinear: cannot write ", paths::quoted(path_), ": ",
                 system_error());
   }
 
  private:
-  fs::path path_;
+  std::string path_;
   FileHandle handle_;
 };
 
 /// A read-only memory mapping of a file.
 class Mapping {
  public:
-  explicit Mapping(const fs::path& path) {
-    const FileHandle file = open_regular_file("XRLinear", path.string(), O_RDONLY);
-    bytes_ = uint64_t(regular_file_status("XRLinear", path.string(), file.number()).st_size);
+  explicit Mapping(const std::string& path) {
+    const FileHandle file = open_regular_file("XRLinear", path, O_RDONLY);
+    bytes_ = uint64_t(regular_file_status("XRLinear", path, file.number()).st_size);
     if (bytes_ > 0) {
       begin_ = mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file.number(), 0);
-      TORCH_CHECK(begin_ != MAP_FAILED, "XRLinear: cannot map ", path, ": ", system_error());
+      TORCH_CHECK(begin_ != MAP_FAILED, "XRLinear: cannot map ", paths::quoted(path), ": ",
+                  system_error());
     }
   }
   ~Mapping() {
@@ -149,12 +150,13 @@ class Mapping {
 };
 
 /// Returns whether the folder's file begins like that of a model.
-bool holds_model(const fs::path& folder) {
-  std::error_code error;
-  if (!fs::is_regular_file(folder / kFile, error)) {
+bool holds_model(const std::string& folder) {
+  const std::string path = folder + "/" + kFile;
+  struct stat found;
+  if (stat(path.c_str(), &found) != 0 || !S_ISREG(found.st_mode)) {
     return false;
   }
-  const FileHandle file = open_regular_file("XRLinear", (folder / kFile).string(), O_RDONLY);
+  const FileHandle file = open_regular_file("XRLinear", path, O_RDONLY);
   std::array<char, kMagic.size()> magic{};
   return pread(file.number(), magic.data(), magic.size(), 0) == ssize_t(magic.size()) &&
       magic == kMagic;
@@ -189,25 +191,27 @@ bool is_utf8(std::string_view text) {
 }
 
 /// Returns the target folder. Raises unless it does not exist or contains a model and nothing else.
-fs::path checked_target(const std::string& path) {
-  fs::path target = fs::path(path);
-  target = target.has_filename() ? target : target.parent_path(); // for paths such as "model/"
+std::string checked_target(const std::string& path) {
+  std::string target = path;
+  while (target.size() > 1 && target.ends_with('/')) { // such as "model/"
+    target.pop_back();
+  }
   TORCH_CHECK_VALUE(!target.empty(), "XRLinear: expected path as the name of a folder, got \"",
                     path, "\"");
-  if (!fs::exists(fs::symlink_status(target))) {
+  struct stat found;
+  if (lstat(target.c_str(), &found) != 0) {
     return target;
   }
-  TORCH_CHECK_VALUE(fs::is_directory(fs::symlink_status(target)),
-                    "XRLinear: expected path as a new folder or one with a model, got ", target,
-                    ", which is something else");
+  TORCH_CHECK_VALUE(S_ISDIR(found.st_mode),
+                    "XRLinear: expected path as a new folder or one with a model, got ",
+                    paths::quoted(target), ", which is something else");
   TORCH_CHECK_VALUE(holds_model(target),
-                    "XRLinear: expected path as a new folder or one with a model, got ", target,
-                    ", which holds none");
-  for (const auto& entry : fs::directory_iterator(target)) {
-    const fs::path name = entry.path().filename();
+                    "XRLinear: expected path as a new folder or one with a model, got ",
+                    paths::quoted(target), ", which holds none");
+  for (const std::string& name : paths::names_in(target).value_or(std::vector<std::string>())) {
     TORCH_CHECK_VALUE(name == kFile || name == kNotes,
                       "XRLinear: expected path as a new folder or one with a model alone, got ",
-                      target, ", which holds ", name, " as well");
+                      paths::quoted(target), ", which holds ", paths::quoted(name), " as well");
   }
   return target;
 }
@@ -217,7 +221,7 @@ fs::path checked_target(const std::string& path) {
 void XRLinear::check_target(const std::string& path) { checked_target(path); }
 
 void XRLinear::save(const std::string& path, const std::string& notes) const {
-  const fs::path target = checked_target(path);
+  const std::string target = checked_target(path);
   std::vector<Tensor> tensors{labels_};
   for (const auto& parts : parts_) {
     tensors.insert(tensors.end(), parts.begin(), parts.end());
@@ -244,7 +248,7 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
 
   DraftFolder draft("XRLinear", target, {kFile, kNotes});
   {
-    NewFile file(draft.path() / kFile);
+    NewFile file(draft.path() + "/" + kFile);
     const std::vector<char> zeros(kAlignment, 0);
     uint64_t at = 0;
     const auto write = [&](const void* from, uint64_t bytes) {
@@ -261,7 +265,7 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
     file.flush();
   }
   if (!notes_to_save.empty()) {
-    NewFile file(draft.path() / kNotes);
+    NewFile file(draft.path() + "/" + kNotes);
     file.write(notes_to_save.data(), notes_to_save.size());
     file.flush();
   }
@@ -270,18 +274,19 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
 }
 
 c10::intrusive_ptr<XRLinear> XRLinear::load(const std::string& path) {
-  const fs::path file = fs::path(path) / kFile;
+  const std::string file = path + "/" + kFile;
   const auto mapping = std::make_shared<Mapping>(file);
   const auto check_file = [&](bool condition, const auto&... message) {
-    TORCH_CHECK_VALUE(condition, "XRLinear: ", file, " is damaged: ", message...);
+    TORCH_CHECK_VALUE(condition, "XRLinear: ", paths::quoted(file), " is damaged: ", message...);
   };
   Header header;
   TORCH_CHECK_VALUE(mapping->bytes() >= sizeof(header) &&
                         std::memcmp(mapping->begin(), kMagic.data(), kMagic.size()) == 0,
-                    "XRLinear: expected ", file, " as the file of a model, got another one");
+                    "XRLinear: expected ", paths::quoted(file),
+                    " as the file of a model, got another one");
   std::memcpy(&header, mapping->begin(), sizeof(header));
-  TORCH_CHECK_VALUE(header.version == kVersion, "XRLinear: expected ", file, " in version ",
-                    kVersion, " of the format, got ", header.version);
+  TORCH_CHECK_VALUE(header.version == kVersion, "XRLinear: expected ", paths::quoted(file),
+                    " in version ", kVersion, " of the format, got ", header.version);
   check_file(header.bytes == mapping->bytes(), "expected ", header.bytes, " bytes, got ",
              mapping->bytes());
   check_file(header.depth >= 1 && header.depth <= kMaxDepth, "expected 1 to ", kMaxDepth,

@@ -2,6 +2,7 @@
 
 #include "table/files/mapped_file.h"
 #include "table/files/mapped_table.h"
+#include "table/files/paths.h"
 #include "table/pinned_table.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -11,7 +12,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 #include <vector>
 
 namespace xsoftmax::tables {
@@ -84,8 +84,7 @@ Tensor mapped(const std::string& path, int64_t num_rows, std::optional<int64_t> 
   try {
     fill(table, options);
   } catch (...) {
-    std::error_code ignored;
-    std::filesystem::remove(path, ignored);
+    paths::remove_file(path);
     throw;
   }
   return table.requires_grad_();

@@ -1,11 +1,11 @@
 #include "optim/mapped_state.h"
 
 #include "table/files/mapped_file.h"
+#include "table/files/paths.h"
 
 #include <ATen/ops/full.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <numeric>
 #include <string_view>
 
@@ -75,8 +75,7 @@ MappedState mapped_state(const Tensor& table, std::string rows_op,
       fill(*file, table.size(0), initial);
       file->flush();
     } catch (...) {
-      std::error_code ignored;
-      std::filesystem::remove(path, ignored);
+      paths::remove_file(path);
       throw;
     }
   }

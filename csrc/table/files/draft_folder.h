@@ -2,7 +2,6 @@
 
 #include "table/files/regular_file.h"
 
-#include <filesystem>
 #include <functional>
 #include <string>
 #include <vector>
@@ -19,11 +18,11 @@ class DraftFolder {
  public:
   /// op: prefix of error messages. files: the file names that a draft may hold; a folder with other
   /// files is never removed.
-  DraftFolder(const char* op, std::filesystem::path target, std::vector<std::string> files);
+  DraftFolder(const char* op, std::string target, std::vector<std::string> files);
   ~DraftFolder();
   DraftFolder(const DraftFolder&) = delete;
 
-  const std::filesystem::path& path() const { return path_; }
+  const std::string& path() const { return path_; }
 
   /// Renames the draft to the target, and removes the folder that had that name. Call it when all
   /// files are on disk. check: called before each attempt; throws if the target must not be
@@ -35,7 +34,7 @@ class DraftFolder {
   void remove_abandoned() const;
 
   const char* op_;
-  std::filesystem::path target_, path_;
+  std::string target_, path_;
   std::vector<std::string> files_;
   FileHandle lock_;
   bool published_ = false;

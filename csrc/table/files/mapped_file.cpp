@@ -2,6 +2,7 @@
 
 #include "op/checks.h"
 #include "table/files/mapped_header.h"
+#include "table/files/paths.h"
 #include "table/files/regular_file.h"
 
 #include <ATen/ops/empty.h>
@@ -11,7 +12,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <random>
 
 #include <fcntl.h>
@@ -75,16 +75,6 @@ void check_path(const char* op, const std::string& path) {
                     ": expected path as the name of a file, got one of ", path.size(), " bytes");
 }
 
-// Returns the canonical path. Optimizer state is stored next to the file, even if the working
-// directory changes later or the file was opened through a link.
-std::string canonical_path(const std::string& path) {
-  std::error_code refused;
-  // A path that does not exist is kept.
-  const auto found =
-      std::filesystem::weakly_canonical(std::filesystem::absolute(path, refused), refused);
-  return refused ? path : found.string();
-}
-
 } // namespace
 
 uint64_t MappedFile::bytes() const {
@@ -145,7 +135,7 @@ void MappedFile::map(const char* op) {
 std::shared_ptr<MappedFile> MappedFile::create(const char* op, const std::string& path_argument,
                                                MappedHeader header) {
   check_path(op, path_argument);
-  const std::string path = canonical_path(path_argument);
+  const std::string path = paths::canonical(path_argument);
   uint64_t total = kPage;
   for (const MappedTensor& tensor : header.tensors) {
     uint64_t size = c10::elementSize(tensor.dtype);
@@ -207,7 +197,7 @@ void MappedFile::read_header(const char* op) {
 std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& path_argument,
                                              bool writable, bool recover, const Check& check) {
   check_path(op, path_argument);
-  const std::string path = canonical_path(path_argument);
+  const std::string path = paths::canonical(path_argument);
   FileHandle opened = open_regular_file(op, path, writable ? O_RDWR : O_RDONLY);
   const struct stat found = regular_file_status(op, path, opened.number());
   std::shared_ptr<MappedFile> file(new MappedFile(path, opened.release(), writable));
