@@ -9,17 +9,27 @@
 
 namespace xsoftmax::paths {
 
-static std::optional<std::string> real_path(const std::string& path) {
-  const std::unique_ptr<char, decltype(&std::free)> found(realpath(path.c_str(), nullptr),
-                                                          std::free);
+namespace {
+
+struct Free {
+  void operator()(char* text) const { std::free(text); }
+};
+struct Close {
+  void operator()(DIR* folder) const { closedir(folder); }
+};
+
+std::optional<std::string> real_path(const std::string& path) {
+  const std::unique_ptr<char, Free> found(realpath(path.c_str(), nullptr));
   return found == nullptr ? std::nullopt : std::optional<std::string>(found.get());
 }
+
+} // namespace
 
 std::string absolute(const std::string& path) {
   if (path.starts_with('/')) {
     return path;
   }
-  const std::unique_ptr<char, decltype(&std::free)> folder(getcwd(nullptr, 0), std::free);
+  const std::unique_ptr<char, Free> folder(getcwd(nullptr, 0));
   return folder == nullptr ? path : std::string(folder.get()) + "/" + path;
 }
 
@@ -45,7 +55,7 @@ bool exists(const std::string& path) {
 }
 
 std::optional<std::vector<std::string>> names_in(const std::string& folder) {
-  const std::unique_ptr<DIR, decltype(&closedir)> open(opendir(folder.c_str()), closedir);
+  const std::unique_ptr<DIR, Close> open(opendir(folder.c_str()));
   if (open == nullptr) {
     return std::nullopt;
   }
