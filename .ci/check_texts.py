@@ -81,6 +81,13 @@ def check_cpp_names():
             yield f"docs/howto/cpp.md has no C++ name of {python}"
 
 
+def check_filesystem():
+    """Builds of torch export another release's std::filesystem, which the library would call."""
+    for path in (ROOT / "csrc").rglob("*.[ch]*"):
+        if "<filesystem>" in path.read_text():
+            yield f"{path.relative_to(ROOT)}: expected table/files/paths.h, got <filesystem>"
+
+
 def check_kernels():
     """The CUDA page tells which operations have a kernel, with its registers and bytes."""
     kernels = {
