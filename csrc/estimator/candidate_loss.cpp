@@ -249,7 +249,7 @@ CandidateBatch make_batch(const Tensor& scores, const Tensor& target, const Cand
       .fill_(true);
   const bool remove_drawn_hits = remove_accidental_hits && traits.drops_drawn_hits;
   const bool remove_distinct_hits = remove_accidental_hits && traits.drops_distinct_hits;
-  const Tensor present = counts.ne(kInf), draw = drawn.logical_and(present);
+  const Tensor present = counts.ne(kInfinite), draw = drawn.logical_and(present);
   const Tensor equal = ids.eq(target.unsqueeze(1)),
                hit = equal.logical_and(at::where(drawn, remove_drawn_hits, remove_distinct_hits));
   const Tensor covered = equal.logical_and(drawn.logical_not()).logical_and(present).any(1);
@@ -258,7 +258,7 @@ CandidateBatch make_batch(const Tensor& scores, const Tensor& target, const Cand
     out = out.logical_or(
         draw.logical_and(draw.cumsum(1).eq(1)).logical_and(covered.logical_not().unsqueeze(1)));
   }
-  Tensor log_weight = at::where(out, -kInf, traits.weighs ? -counts : at::zeros_like(counts));
+  Tensor log_weight = at::where(out, -kInfinite, traits.weighs ? -counts : at::zeros_like(counts));
   const Tensor target_log_count =
       is_defined(count_of_target) ? count_of_target->to(scores.scalar_type()) : Tensor();
   const Tensor draws = draw.sum(1).to(scores.scalar_type());
@@ -270,9 +270,9 @@ CandidateBatch make_batch(const Tensor& scores, const Tensor& target, const Cand
   }
   Tensor target_score = scores.select(1, 0);
   if (traits.corrects_target) { // a target that cannot be sampled is not corrected
-    target_score = target_score - at::where(target_log_count.eq(-kInf), 0.0, target_log_count);
+    target_score = target_score - at::where(target_log_count.eq(-kInfinite), 0.0, target_log_count);
   }
-  const Tensor adjusted = at::where(log_weight.eq(-kInf), -kInf, score + log_weight);
+  const Tensor adjusted = at::where(log_weight.eq(-kInfinite), -kInfinite, score + log_weight);
   return {target_score, score,   log_weight,       adjusted,       drawn,
           draws,        covered, target_log_count, label_smoothing};
 }

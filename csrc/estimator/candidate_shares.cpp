@@ -32,12 +32,12 @@ void check_dtype(const char* op, const char* argument, const Tensor& tensor) {
 // Returns the logsumexp along a dimension. Its gradient is 0, not NaN, where all elements are -inf.
 Tensor log_sum(const Tensor& x, int64_t dim) {
   if (x.size(dim) == 0) {
-    return x.sum(dim) - kInf;
+    return x.sum(dim) - kInfinite;
   }
   const Tensor largest = x.detach().amax(dim, true).clamp_min(std::numeric_limits<float>::lowest());
   const Tensor sum = (x - largest).exp().sum(dim);
   const Tensor none = sum.eq(0);
-  return at::where(none, -kInf, sum.masked_fill(none, 1.0).log() + largest.squeeze(dim));
+  return at::where(none, -kInfinite, sum.masked_fill(none, 1.0).log() + largest.squeeze(dim));
 }
 
 // The columns of the partial sums, which depend on the estimator and on the kinds of sets present.
@@ -116,7 +116,7 @@ Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Propos
     // Samples of several distributions cannot be renormalised; an infinite count marks this case.
     const Tensor count = is_defined(candidates.target_log_count)
         ? candidates.target_log_count->to(scores.scalar_type())
-        : at::full(has_target.sizes(), kInf, scores.options());
+        : at::full(has_target.sizes(), kInfinite, scores.options());
     add_constant(at::where(has_target, count, 0.0));
   }
   for (const bool for_draws : {false, true}) {
@@ -127,7 +127,7 @@ Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Propos
     const auto select_columns = [&](const Tensor& values, double elsewhere) {
       return all ? values : values.masked_fill(batch.drawn.ne(for_draws), elsewhere);
     };
-    shares.push_back(combine_scores(columns.estimator, select_columns(batch.adjusted, -kInf)));
+    shares.push_back(combine_scores(columns.estimator, select_columns(batch.adjusted, -kInfinite)));
     if (columns.smooths) {
       const Tensor weight = select_columns(batch.log_weight.exp(), 0.0);
       shares.push_back(at::where(weight.eq(0), 0.0, weight * batch.score).sum(1));
@@ -135,7 +135,7 @@ Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Propos
     }
   }
   if (columns.renormalizes) {
-    add_constant(batch.log_weight.ne(-kInf).logical_and(batch.drawn).sum(1));
+    add_constant(batch.log_weight.ne(-kInfinite).logical_and(batch.drawn).sum(1));
     add_constant(batch.draws);
   }
   return at::stack(shares, 1);
@@ -164,7 +164,7 @@ Tensor loss_of_shares(const Tensor& shares, const c10::List<bool>& distinct,
     Tensor sum_of_scores = columns.smooths ? column().sum(0) : Tensor(),
            sum_of_weights = columns.smooths ? column().sum(0) : Tensor();
     if (for_draws && columns.renormalizes) {
-      const Tensor live = column().sum(0), draws = column().sum(0), is_known = count.ne(kInf);
+      const Tensor live = column().sum(0), draws = column().sum(0), is_known = count.ne(kInfinite);
       const Tensor others = (draws - count.exp()).clamp_min(0);
       const Tensor factor = at::where(live.gt(0).logical_and(is_known), (others / live).log(), 0.0);
       sum = sum + factor;
@@ -181,9 +181,9 @@ Tensor loss_of_shares(const Tensor& shares, const c10::List<bool>& distinct,
   }
   // A target that cannot be sampled (log count -inf) is not corrected.
   const Tensor target =
-      columns.traits.corrects_target ? score - at::where(count.eq(-kInf), 0.0, count) : score;
+      columns.traits.corrects_target ? score - at::where(count.eq(-kInfinite), 0.0, count) : score;
   Tensor sum =
-      sums.empty() ? (is_log ? at::zeros_like(score) - kInf : at::zeros_like(score)) : sums[0];
+      sums.empty() ? (is_log ? at::zeros_like(score) - kInfinite : at::zeros_like(score)) : sums[0];
   if (sums.size() == 2) {
     sum = is_log ? log_sum(at::stack(sums), 0) : sums[0] + sums[1];
   }

@@ -192,15 +192,16 @@ struct Cane {
 
   Cane(const CandidateBatch& batch, bool mean_of_logs) : draws(batch.draws.clamp_min(1)) {
     const Tensor log_draws = draws.log();
-    distinct = batch.adjusted.masked_fill(batch.drawn, -kInf);
-    noise = (batch.adjusted + log_draws.unsqueeze(1)).masked_fill(batch.drawn.logical_not(), -kInf);
+    distinct = batch.adjusted.masked_fill(batch.drawn, -kInfinite);
+    noise = (batch.adjusted + log_draws.unsqueeze(1))
+                .masked_fill(batch.drawn.logical_not(), -kInfinite);
     log_a = at::logsumexp(at::cat({batch.target.unsqueeze(1), distinct}, 1), 1);
     // A target that cannot be sampled (log count -inf) is not corrected.
     const Tensor count = mean_of_logs ? batch.target_log_count - log_draws : batch.target_log_count;
     corrected_target = batch.target - at::where(batch.target_log_count.isneginf(), 0.0, count);
     const Tensor live = batch.drawn.logical_and(batch.adjusted.isneginf().logical_not()),
                  first = live.logical_and(live.cumsum(1).eq(1));
-    others = mean_of_logs ? distinct : batch.adjusted.masked_fill(first, -kInf);
+    others = mean_of_logs ? distinct : batch.adjusted.masked_fill(first, -kInfinite);
     outside = at::logsumexp(at::cat({corrected_target.unsqueeze(1), others}, 1), 1);
   }
 };

@@ -102,7 +102,7 @@ struct QueryBlock {
       derivative = transform_derivative(logits, options);
     }
     positive_logits = logits.gather(1, ids);
-    logits.scatter_(1, ids, -kInf);
+    logits.scatter_(1, ids, -kInfinite);
     normalizer = at::empty({input.size(0), 1}, floats);
     for_slices(logits, input.size(0), [&](int64_t begin, int64_t size) {
       normalizer.narrow(0, begin, size)
@@ -110,7 +110,7 @@ struct QueryBlock {
     });
     const Tensor padding = counts.logical_not().logical_and(counts.any(1, /*keepdim=*/true));
     score = options.positives == "sum"
-        ? at::logsumexp(positive_logits.masked_fill(padding, -kInf), 1, /*keepdim=*/true)
+        ? at::logsumexp(positive_logits.masked_fill(padding, -kInfinite), 1, /*keepdim=*/true)
         : positive_logits;
   }
 };

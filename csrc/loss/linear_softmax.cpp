@@ -232,7 +232,7 @@ SoftmaxTerms linear_softmax_forward_reference(const Tensor& input, const Tensor&
   const LogitOptions transform = check_linear_softmax(input, weight, bias, ids, text);
   const int64_t queries = input.size(0), classes = weight.size(0), width = block_of(input);
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
-  Tensor largest = at::full({queries}, -kInf, options), sum = at::zeros({queries}, options);
+  Tensor largest = at::full({queries}, -kInfinite, options), sum = at::zeros({queries}, options);
   Tensor weighted = at::zeros({queries}, options), score = at::zeros(ids.sizes(), options);
   for (int64_t begin = 0; begin < classes; begin += width) {
     const int64_t size = std::min(width, classes - begin);
@@ -240,7 +240,7 @@ SoftmaxTerms linear_softmax_forward_reference(const Tensor& input, const Tensor&
     const Tensor place = ids - begin, in_block = place.ge(0).logical_and(place.lt(size));
     score = at::where(in_block, logits.gather(1, place.clamp(0, size - 1)), score);
     const Tensor top = at::maximum(largest, logits.amax(1));
-    const Tensor shift = top.masked_fill(top.eq(-kInf), 0);
+    const Tensor shift = top.masked_fill(top.eq(-kInfinite), 0);
     const Tensor moved = largest - shift, difference = logits - shift.unsqueeze(1);
     const Tensor each = difference.exp(), scale = moved.exp();
     if (entropy) {

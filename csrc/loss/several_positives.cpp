@@ -59,9 +59,9 @@ CandidateSet set_of_rows(const CandidateSet& set, const RowTargets& rows, bool r
     const Tensor positive =
         ids.unsqueeze(1).eq(rows.positives.unsqueeze(2)).any(1, /*keepdim=*/true);
     const Tensor others = positive.logical_and(ids.unsqueeze(1).ne(targets.unsqueeze(2)));
-    log_count = log_count.masked_fill(others, kInf);
+    log_count = log_count.masked_fill(others, kInfinite);
     if (renormalizes && target_log_count.defined()) {
-      const Tensor present = counts.ne(kInf).unsqueeze(1);
+      const Tensor present = counts.ne(kInfinite).unsqueeze(1);
       const Tensor draws = present.sum(2).to(at::kDouble),
                    left = draws - others.logical_and(present).sum(2);
       const Tensor expected =
@@ -90,7 +90,7 @@ Tensor representative_column(const Proposal& sets, const Tensor& positives) {
   Tensor covered = at::zeros_like(positives, at::kBool);
   for (const CandidateSet& set : sets) {
     if (set.distinct) {
-      const Tensor present = as_matrix(set.log_count).ne(kInf).unsqueeze(1);
+      const Tensor present = as_matrix(set.log_count).ne(kInfinite).unsqueeze(1);
       covered = covered.logical_or(
           as_matrix(set.ids).unsqueeze(1).eq(positives.unsqueeze(2)).logical_and(present).any(2));
     }
@@ -106,17 +106,17 @@ Tensor joint_score(const Tensor& scores, const Tensor& positives, const Proposal
                    bool subtracts_log_count) {
   Tensor corrected = scores;
   if (subtracts_log_count) {
-    Tensor count = at::full_like(scores, -kInf);
+    Tensor count = at::full_like(scores, -kInfinite);
     for (const CandidateSet& set : sets) {
       count = set.target_log_count.defined()
           ? at::logaddexp(count, set.target_log_count.to(scores.scalar_type()))
           : count;
     }
-    corrected = scores - count.masked_fill(count.eq(-kInf), 0);
+    corrected = scores - count.masked_fill(count.eq(-kInfinite), 0);
   }
   // A query with only padding keeps a finite score, which is not used.
   const Tensor padding = positives.lt(0).logical_and(positives.ge(0).any(1, /*keepdim=*/true));
-  return at::logsumexp(corrected.masked_fill(padding, -kInf), 1, /*keepdim=*/true);
+  return at::logsumexp(corrected.masked_fill(padding, -kInfinite), 1, /*keepdim=*/true);
 }
 
 } // namespace
@@ -239,7 +239,7 @@ PositivesLoss losses_of_positives(const Tensor& input, const Tensor& weight,
     row_sets.push_back(set_of_rows(set, targets, removes_hits, renormalizes && is_draw(set),
                                    scores.scalar_type()));
     if (sums_positives && traits.corrects_target && row_sets.back().target_log_count.defined()) {
-      row_sets.back().target_log_count.fill_(-kInf); // joint_score has corrected the score
+      row_sets.back().target_log_count.fill_(-kInfinite); // joint_score has corrected the score
     }
   }
   const Tensor score = sums_positives

@@ -189,19 +189,19 @@ Proposal sets_of(const StepCandidates& candidates, const Tensor& item_id, bool c
         is_among(private_ids, all_ids, at::cat(candidates.is_filled));
     sets.push_back(
         {private_ids,
-         at::zeros_like(is_repeated, target_count.options()).masked_fill(is_repeated, kInf),
-         at::full_like(target_count, -kInf), true});
+         at::zeros_like(is_repeated, target_count.options()).masked_fill(is_repeated, kInfinite),
+         at::full_like(target_count, -kInfinite), true});
   } else if (private_ids.defined()) {
     const auto log_indicator = [&](const Tensor& tensor) {
-      return at::where(listed(tensor, private_ids), 0.0, -kInf);
+      return at::where(listed(tensor, private_ids), 0.0, -kInfinite);
     };
     count = at::logaddexp(count, log_indicator(all_ids));
     sets.push_back({private_ids,
                     at::logaddexp(log_count(private_ids), log_one)
-                        .masked_fill(~first_occurrences(private_ids), kInf),
+                        .masked_fill(~first_occurrences(private_ids), kInfinite),
                     log_indicator(item_id.unsqueeze(1)).squeeze(1), true});
   }
-  sets.push_back({all_ids, count.masked_fill(~is_eligible, kInf), target_count, true});
+  sets.push_back({all_ids, count.masked_fill(~is_eligible, kInfinite), target_count, true});
   return sets;
 }
 

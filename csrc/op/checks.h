@@ -13,7 +13,7 @@
 
 namespace xsoftmax {
 
-inline constexpr double kInf = std::numeric_limits<double>::infinity();
+inline constexpr double kInfinite = std::numeric_limits<double>::infinity();
 
 } // namespace xsoftmax
 

@@ -225,11 +225,12 @@ std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside,
     target_log_count =
         distribution
             .log_count(sampled ? OptionalTensor(rows(*target_count)) : std::nullopt, classes)
-            .masked_fill(is_zero, -kInf);
+            .masked_fill(is_zero, -kInfinite);
     target_log_count = target_log_count.to(at::kFloat).reshape_symint(target->sym_sizes());
   }
-  return {distribution.log_count(log_count, ids).masked_fill(nothing_outside, kInf).to(at::kFloat),
-          target_log_count};
+  return {
+      distribution.log_count(log_count, ids).masked_fill(nothing_outside, kInfinite).to(at::kFloat),
+      target_log_count};
 }
 
 namespace {

@@ -55,7 +55,7 @@ Tensor log_counts(const Tensor& ids, const StreamingState& state, const Tensor& 
   const Tensor others = (drawn - 1).clamp_min(0).to(at::kDouble).log();
   return (log_prob.call(ids, state.count, state.total, state.last, state.seen, text) + others)
       .to(at::kFloat)
-      .masked_fill(ids.lt(0), -kInf);
+      .masked_fill(ids.lt(0), -kInfinite);
 }
 
 std::tuple<Tensor, Tensor, Tensor> in_batch_sample_cpu(const Tensor& target,
@@ -105,10 +105,11 @@ std::tuple<Tensor, Tensor, Tensor> in_batch_sample(const Tensor& target,
   const Tensor diagonal = at::eye_symint(queries, is_ignored.options());
   const Tensor is_excluded =
       diagonal.logical_or(is_ignored.unsqueeze(0)).logical_or(is_ignored.unsqueeze(1));
-  return {
-      ids,
-      class_log_count.unsqueeze(0).expand_symint({queries, queries}).masked_fill(is_excluded, kInf),
-      target_log_count};
+  return {ids,
+          class_log_count.unsqueeze(0)
+              .expand_symint({queries, queries})
+              .masked_fill(is_excluded, kInfinite),
+          target_log_count};
 }
 
 Tensor in_batch_log_count(const Tensor& ids, const Tensor& count, const Tensor& total,

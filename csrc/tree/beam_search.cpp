@@ -122,10 +122,10 @@ BeamSearchResult beam_search_reference(const Tensor& input, const Tensor& weight
     in_beam = at::zeros_like(candidates).scatter_(1, best, candidates.gather(1, best));
   }
   const Tensor found = in_beam.gather(1, best);
-  const Tensor values = at::full({input.size(0), beam}, -kInf, scores.options());
+  const Tensor values = at::full({input.size(0), beam}, -kInfinite, scores.options());
   const Tensor classes = at::full({input.size(0), beam}, -1, node_class.options());
   values.narrow(1, 0, best.size(1))
-      .copy_(scores.gather(1, best).masked_fill(found.logical_not(), -kInf));
+      .copy_(scores.gather(1, best).masked_fill(found.logical_not(), -kInfinite));
   classes.narrow(1, 0, best.size(1))
       .copy_(at::where(found, node_class.index_select(0, best.flatten()).view_as(best), -1));
   return {values, classes};

@@ -323,7 +323,7 @@ HierarchicalState hierarchical_softmax_forward_reference(
     const Tensor target_score = scores.gather(1, layer.edge.clamp_min(0).unsqueeze(1)).squeeze(1);
     // If the path does not reach this layer, any finite scores will do.
     const Tensor group = scores.gather(1, edges)
-                             .masked_fill(none, -kInf)
+                             .masked_fill(none, -kInfinite)
                              .masked_fill(layer.active.logical_not().unsqueeze(1), 0);
     loss = loss + at::where(layer.active, group.logsumexp(1) - target_score, 0.0);
     const Tensor gradient = at::where(
@@ -383,7 +383,7 @@ HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& 
                                               0, /*unsafe=*/true, initial);
     return reduced.t().index_select(1, parent.narrow(0, 1, nodes - 1));
   };
-  const Tensor shifted = scores - reduce_groups(scores, "max", -kInf);
+  const Tensor shifted = scores - reduce_groups(scores, "max", -kInfinite);
   Tensor log_prob = at::cat({none, shifted - reduce_groups(shifted.exp(), "sum", 0).log()}, 1);
   // Sum along paths by pointer doubling.
   Tensor parent_node = parent;
@@ -401,10 +401,10 @@ HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& 
                       std::get<1>(inner.sort(/*stable=*/true, /*dim=*/1, /*descending=*/false))
                           .narrow(1, 0, found));
   const Tensor is_leaf = leaf.index_select(0, place.flatten()).view_as(place);
-  const Tensor best = at::full({input.size(0), wanted}, -kInf, scores.options());
+  const Tensor best = at::full({input.size(0), wanted}, -kInfinite, scores.options());
   const Tensor classes = at::full({input.size(0), wanted}, -1, node_class.options());
   best.narrow(1, 0, found)
-      .copy_(log_prob.gather(1, place).masked_fill(is_leaf.logical_not(), -kInf));
+      .copy_(log_prob.gather(1, place).masked_fill(is_leaf.logical_not(), -kInfinite));
   classes.narrow(1, 0, found)
       .copy_(at::where(is_leaf, node_class.index_select(0, place.flatten()).view_as(place), -1));
   const Tensor bad = log_prob.isnan().any(1, true);

@@ -93,13 +93,13 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
                   at::TensorList tables) {
   if (options.distribution == "fixed") {
     return at::where(contains(ids, tables[kOrder]), at::zeros({}, ids.options().dtype(at::kFloat)),
-                     -kInf);
+                     -kInfinite);
   }
   if (options.distribution == "table") {
     static const auto log_prob =
         find_op<Tensor(const Tensor&, const Tensor&)>("xsoftmax::table_log_prob");
     Tensor log_count = log_prob.call(tables[kProbability], ids);
-    const double most = options.distinct ? 0.0 : kInf;
+    const double most = options.distinct ? 0.0 : kInfinite;
     if (check::can_read(log_count) && check::can_read(log_scale)) { // in one pass
       const Tensor counts = at::empty(log_count.sizes(), log_count.options().dtype(at::kFloat));
       const double* const from = log_count.const_data_ptr<double>();
@@ -117,7 +117,7 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
     const int64_t* const id = flat.const_data_ptr<int64_t>();
     const float count = float(static_log_scale(options));
     std::transform(id, id + flat.numel(), counts.mutable_data_ptr<float>(), [&](int64_t i) {
-      return i < options.low || i >= options.num_classes ? float(-kInf) : count;
+      return i < options.low || i >= options.num_classes ? float(-kInfinite) : count;
     });
     return counts;
   }
@@ -125,7 +125,8 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
     return log_uniform_log_count(ids, options.low, options.num_classes, static_log_scale(options));
   }
   const Tensor log_count = at::full({}, static_log_scale(options), ids.options().dtype(at::kFloat));
-  return log_count.masked_fill(ids.lt(options.low).logical_or_(ids.ge(options.num_classes)), -kInf);
+  return log_count.masked_fill(ids.lt(options.low).logical_or_(ids.ge(options.num_classes)),
+                               -kInfinite);
 }
 
 // Returns the log counts of drawn ids. For "uniform" and "fixed" they are one number.

@@ -113,7 +113,7 @@ Tensor longest_gap(const Tensor& ids, const StreamingState& state,
   for (int64_t k = 0; k < options.hashes; ++k) {
     const Tensor gap =
         state.count.select(0, k).index_select(0, buckets_of(flat, k, options.buckets));
-    const Tensor known = gap.masked_fill(gap.le(0), kInf);
+    const Tensor known = gap.masked_fill(gap.le(0), kInfinite);
     longest = k == 0 ? known : longest.maximum(known);
   }
   return longest.view_symint(ids.sym_sizes());
@@ -343,7 +343,7 @@ Tensor streaming_log_prob(const Tensor& ids, const Tensor& count, const Tensor& 
   const Tensor all = total.clamp_min(1).to(at::kDouble).log();
   Tensor log_count = rows_of(count, ids).log();
   log_count = options.exact() ? log_count : log_count.add(decay(ids, state, options).mul(kLog2));
-  return log_count.sub(all).masked_fill(ids.lt(0), -kInf);
+  return log_count.sub(all).masked_fill(ids.lt(0), -kInfinite);
 }
 
 XSOFTMAX_OPERATORS(m) {
