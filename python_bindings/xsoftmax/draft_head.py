@@ -109,7 +109,7 @@ def draft_head(lm_head: nn.Linear, hidden: Tensor, k: int = 8, recall: float = 0
     if not isinstance(lm_head, nn.Linear):
         raise TypeError(f"{name}: expected lm_head as nn.Linear, got {type(lm_head).__name__}")
     if lm_head.weight.is_meta:
-        raise ValueError(f"{name}: expected lm_head with values, got one on {lm_head.weight.device}")
+        raise ValueError(f"{name}: expected lm_head with values, got one on the meta device")
     check_tensor(name, "hidden", hidden)
     if not hidden.is_floating_point():
         raise TypeError(f"{name}: expected floating hidden, got {hidden.dtype}")
