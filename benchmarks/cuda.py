@@ -2,6 +2,7 @@
 
     python benchmarks/cuda.py [--only tests,shared,...] [--without tests] [--minutes 8.5]
                               [--output cuda.json] [--json [FILE]] [--device cuda] [--tiny]
+                              [--text FILE] [--layer-seconds 60]
 
 Tests run first, followed by the measurements, which are printed as a table and as JSON. This
 requires CUDA builds of torch and xsoftmax. Each part (cuda_figures/) runs in its own process.
@@ -20,7 +21,8 @@ torch.compile and as a CUDA graph; the method of Partial FC; and, if installed,
 torch.nn.LinearCrossEntropyLoss, Liger, Cut Cross-Entropy and FBGEMM's table-batched embeddings.
 
 The language model, a GPT on the text of Python's standard library (or `--text`), is trained for
-the same time with each output layer. The JSON contains its validation loss against time, which
+the same time with each output layer (`--layer-seconds`, for which `--minutes` must leave room; by
+default a share of 170 s). The JSON contains its validation loss against time, which
 loss_against_time.py plots.
 """
 
@@ -43,6 +45,7 @@ import torch
 
 import xsoftmax as xs
 from cuda_figures.bench import reason
+from cuda_figures.language_model import part_seconds
 from cuda_figures.parts import PARTS, missing, process_of, run_part
 from records import add_json, report, table
 from timing import machine, print_table
@@ -82,6 +85,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.5,
                         help="no part starts after this time (%(default)s)")
     parser.add_argument("--text", help="file or folder of texts for the language model")
+    parser.add_argument("--layer-seconds", type=float,
+                        help="training time of the language model with each output layer")
     parser.add_argument("--output", type=Path,
                         help="file for all rows as JSON; default: print them after the table")
     add_json(parser)
@@ -94,6 +99,8 @@ def parse() -> argparse.Namespace:
                 parser.error(f"--{option}: expected names out of {', '.join(PARTS)}, got {name!r}")
     if not args.minutes >= 0:
         parser.error(f"--minutes: expected at least 0, got {args.minutes}")
+    if args.layer_seconds is not None and not 0 < args.layer_seconds < 1e6:
+        parser.error(f"--layer-seconds: expected a number above 0, got {args.layer_seconds}")
     for option in ("output", "json"):  # check now, because the results take minutes
         path = getattr(args, option)
         if path and path != "-":
@@ -110,14 +117,17 @@ def measure(args: argparse.Namespace, found: dict) -> list:
     begin, rows, why = time.monotonic(), [], no_device(args.device)
     options = [
         "--device", args.device, *(["--tiny"] if args.tiny else []),
-        *(["--text", args.text] if args.text else [])
+        *(["--text", args.text] if args.text else []),
+        *(["--layer-seconds", str(args.layer_seconds)] if args.layer_seconds else [])
     ]
     for name in args.only.split(","):
         if name in args.without.split(","):
             continue
         left = 60 * args.minutes - (time.monotonic() - begin)
+        most = part_seconds(
+            args.layer_seconds) if args.layer_seconds and name == "language_model" else None
         new = [missing(name, why)] if why else \
-            process_of(name, os.path.abspath(__file__), options, left, args.tiny)
+            process_of(name, os.path.abspath(__file__), options, left, args.tiny, most)
         rows += [{"part": name, **row} for row in new]
         if args.output:
             args.output.write_text(json.dumps({"about": found, "rows": rows}, indent=1))
@@ -154,7 +164,8 @@ def write_record(args: argparse.Namespace, found: dict, rows: list) -> None:
 def main() -> None:
     args = parse()
     if args.part:
-        run_part(args.part, args.device, args.tiny, args.part_seconds, args.text)
+        run_part(args.part, args.device, args.tiny, args.part_seconds, args.text,
+                 args.layer_seconds)
     found = about(args)
     if args.json != "-":
         print(", ".join(f"{key} {value}" for key, value in found.items()) + "\n", flush=True)

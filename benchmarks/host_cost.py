@@ -10,10 +10,11 @@ that torch.profiler counts on the CPU. The rival is nn.Linear + nn.CrossEntropyL
 same shapes, in eager mode.
 
 With CUDA, launches are counted at Q = 8,192 and N = 1,000,000: the kernels, copies and fills of
-torch.profiler. Without a device they are counted at Q = 64 and N = 100,000: the library's kernels
-on the emulator of tests/cuda_emulation, if XSOFTMAX_EMULATE_LIBRARY names it, and the calls of ATen
-operators that compute something, each of which may launch several kernels. As on a device, the
-library then reads no values of tensors.
+torch.profiler. Without a device they are counted at Q = 1,024: the library's kernels on the
+emulator of tests/cuda_emulation, if XSOFTMAX_EMULATE_LIBRARY names it, the kernels and fills that
+CUB would launch to sort, which are as many as at Q = 8,192, and the calls of ATen operators that
+compute something, each of which may launch several kernels. As on a device, the library then reads
+no values of tensors.
 """
 
 import os
@@ -157,7 +158,7 @@ def bench_launches(args) -> list[dict]:
         torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
         torch.ops.cuda_emulator.take_over()
     with torch.device(device):
-        queries, classes = (8192, 1_000_000) if device == "cuda" else (64, 100_000)
+        queries, classes = 8192 if device == "cuda" else 1024, 1_000_000
         steps = {
             "512 uniform, shared": sampled_step(xs.samplers.UniformSampler(classes, 512),
                                                 queries=queries),

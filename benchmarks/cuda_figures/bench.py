@@ -32,14 +32,18 @@ Runs = Dict[str, Callable[[], object]]
 class Bench:
     """The sizes and measurement methods of one part. Each row is printed immediately, so that it is
     kept if the part fails later."""
-    def __init__(self, device: str, tiny: bool, seconds: float = 120, text: Optional[str] = None):
+    def __init__(self, device: str, tiny: bool, seconds: float = 120, text: Optional[str] = None,
+                 layer_seconds: Optional[float] = None):
         """
         Args:
             seconds: the time limit of the part.
             text: file or folder for the language model. Default: Python's standard library.
+            layer_seconds: training time of the language model with each output layer. Default: an
+                equal share of the part's time.
         """
         self.device, self.cuda, self.tiny = torch.device(device), device.startswith("cuda"), tiny
         self.end, self.text = time.monotonic() + seconds, text
+        self.layer_seconds = layer_seconds
         self.host: Dict[str, float] = {}  # seconds until the call returned, by the run's name
         self.__dict__.update(TINY if tiny else FULL)
 

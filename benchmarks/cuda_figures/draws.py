@@ -60,12 +60,12 @@ def part_midx(bench: Bench) -> None:
     input, target = bench.batch()
     loss, queries = midx_loss(bench, bench.midx), input.detach()
     report_draws(bench, "MIDX, 64 private samples of 1M, D 256, Q 8,192: sampling",
-                 lambda: loss.sampler.sample(queries, target), "200", "the host may take longer")
+                 lambda: loss.sampler.sample(queries, target), "110", "the host may take longer")
     sampler = xs.samplers.MidxSampler(bench.classes, bench.index_width, bench.midx,
                                       codewords=bench.codewords).to(bench.device)
     table = bench.table(bench.classes, bench.index_width)
     for value in bench.steps({"refresh": lambda: sampler.refresh(table)}, 5).values():
-        bench.row("MIDX: refresh of 1M x 128, K 64", 1e3 * value, "ms", "20")
+        bench.row("MIDX: refresh of 1M x 128, K 64", 1e3 * value, "ms", "8")
 
 
 def part_midx_step(bench: Bench) -> None:

@@ -75,7 +75,7 @@ def part_optimizers(bench: Bench) -> None:
              for name, (make, options, _) in made.items()})
 
     bench.ratio("RowAdam / SparseAdam, gradient as the backward pass returns it", times(grad),
-                "RowAdam", "SparseAdam", "0.33")
+                "RowAdam", "SparseAdam", "0.15")
     alone = times(grouped)
     bench.ratio("RowAdam / SparseAdam, gradient coalesced", alone, "RowAdam", "SparseAdam")
     for name, value in alone.items():

@@ -2,6 +2,7 @@
 time."""
 
 import time
+from importlib.util import find_spec
 from typing import Dict, List
 
 from examples.common.training import Interrupt
@@ -14,6 +15,13 @@ from .bench import Bench, reason
 PLAIN = "F.linear + F.cross_entropy, torch.compile"
 MARKS = 8  # points of a curve
 LAYER_SECONDS = 7  # time per output layer for validation and test
+COMPILE_SECONDS = 60
+PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}  # by --loss of examples/gpt
+
+
+def part_seconds(layer_seconds: float) -> float:
+    """Returns the time limit of the part if each output layer is trained for `layer_seconds`."""
+    return len(output_layers(8)) * (layer_seconds + 2 * LAYER_SECONDS) + COMPILE_SECONDS
 
 
 def output_layers(num_words: int) -> Dict[str, List[str]]:
@@ -55,10 +63,16 @@ def train(run: Run, seconds: float) -> List[dict]:
 
 
 def part_language_model(bench: Bench) -> None:
-    """Trains each output layer for the same time; the remaining time is divided among them."""
+    """Trains each output layer for the same time: --layer-seconds, or an equal share of the
+    remaining time."""
     text = load_words(bench.text, 2, 20_000 if bench.tiny else None)
     layers = output_layers(text.num_tokens)
-    seconds = 0.05 if bench.tiny else None
+    for name, layer in list(layers.items()):
+        package = PACKAGES.get(layer[0])
+        if package and find_spec(package) is None:
+            bench.row(f"(GPT, {name})", detail=f"No module named '{package}'")
+            del layers[name]
+    seconds = 0.05 if bench.tiny else bench.layer_seconds
     curves: Dict[str, List[dict]] = {}
     for name, layer in layers.items():
         try:

@@ -41,9 +41,10 @@ PARTS: Dict[str, Part] = {
 }
 
 
-def run_part(name: str, device: str, tiny: bool, seconds: float, text: Optional[str]) -> None:
+def run_part(name: str, device: str, tiny: bool, seconds: float, text: Optional[str],
+             layer_seconds: Optional[float]) -> None:
     """Runs a part in its own process, and ends the process."""
-    bench = Bench(device, tiny, seconds, text)
+    bench = Bench(device, tiny, seconds, text, layer_seconds)
     torch._dynamo.config.recompile_limit = 64  # one function is used for all shapes and dtypes
     torch.manual_seed(0)
     try:
@@ -55,13 +56,14 @@ def run_part(name: str, device: str, tiny: bool, seconds: float, text: Optional[
     os._exit(0)  # a lost device may hang during a normal exit
 
 
-def process_of(name: str, program: str, options: List[str], left: float,
-               tiny: bool = False) -> List[dict]:
+def process_of(name: str, program: str, options: List[str], left: float, tiny: bool = False,
+               most: Optional[float] = None) -> List[dict]:
     """Runs a part in a process and returns its rows, including those before a failure or a stop.
 
     Args:
         options: options of the program for the part.
         left: the seconds left for this part and all later ones.
+        most: seconds after which the part is stopped, instead of its own.
     """
     part = PARTS[name]
     least = 5 if tiny else part.least
@@ -71,7 +73,7 @@ def process_of(name: str, program: str, options: List[str], left: float,
                 name, f"not enough time was left for it: {max(left, 0):.0f} s of at least "
                 f"{least:.0f} s")
         ]
-    seconds = min(left, part.most)
+    seconds = min(left, part.most if most is None else most)
     command = [
         sys.executable, program, "--part", name, "--part-seconds", f"{seconds:.0f}", *options
     ]

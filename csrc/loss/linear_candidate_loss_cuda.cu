@@ -273,8 +273,10 @@ void launch(QueryPass<T> pass, const Tensor& like) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   if (plan.block) {
     if (plan.shared > kSharedBytes) {
-      C10_CUDA_CHECK(cudaFuncSetAttribute(
-          block_queries_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(plan.shared)));
+      // Always the maximum: another thread may set it between this call and the launch.
+      C10_CUDA_CHECK(cudaFuncSetAttribute(block_queries_kernel<T>,
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          int(max_shared_bytes())));
     }
     block_queries_kernel<T><<<plan.grid, plan.threads(), plan.shared_bytes(), stream>>>(pass);
   } else {

@@ -213,18 +213,28 @@ struct Operands {
 
 // A workspace for the products of a chunk of queries with all classes, in opmath_type. Rows
 // begin at multiples of 16 bytes, because matrix products and loads are slow otherwise. A chunk has
-// as many queries as fit into the workspace, because larger products are faster.
+// as many queries as fit into the workspace, because larger products are faster. Gradients of
+// `gradient_bytes` count as part of the workspace, unless they take more than half of it.
 class ProductRows {
  public:
-  ProductRows(const Operands& operands, const Tensor& weight, at::TensorOptions options)
+  ProductRows(const Operands& operands, const Tensor& weight, at::TensorOptions options,
+              int64_t gradient_bytes = 0)
       : weight_(weight), operands_(operands) {
-    constexpr int64_t kColumns = 8, kQueries = 128;
-    const int64_t width = (operands.classes + kColumns - 1) / kColumns * kColumns;
-    const int64_t fitting = (std::min<int64_t>(operands.options.workspace_mb, 1 << 20) << 20) /
-        (width * int64_t(options.dtype().itemsize()));
-    step_ = std::min(
-        operands.queries,
-        fitting >= kQueries ? fitting / kQueries * kQueries : std::max<int64_t>(1, fitting));
+    constexpr int64_t kColumns = 8;
+    const int64_t width = (operands.classes + kColumns - 1) / kColumns * kColumns,
+                  bytes = std::min<int64_t>(operands.options.workspace_mb, 1 << 20) << 20;
+    const int64_t fitting =
+        std::clamp<int64_t>((gradient_bytes <= bytes / 2 ? bytes - gradient_bytes : bytes) /
+                                (width * int64_t(options.dtype().itemsize())),
+                            1, operands.queries);
+    const int64_t chunks = (operands.queries + fitting - 1) / fitting;
+    step_ = (operands.queries + chunks - 1) / chunks;
+    for (const int64_t tile : {128, 64, 8}) { // products fill whole tiles if that fits
+      if (const int64_t whole = (step_ + tile - 1) / tile * tile; whole <= fitting) {
+        step_ = whole;
+        break;
+      }
+    }
     memory_ = at::empty({step_, width}, options);
   }
 
@@ -250,6 +260,35 @@ class ProductRows {
   int64_t step_;
 };
 
+// Writes *factor = unit / headroom and scaled = grad / *factor [queries], where unit is the largest
+// |grad|, times the largest |class weight| if that is above 1; 1 if it is 0 or not finite. One
+// block.
+template <typename A>
+__global__ void half_scale_kernel(A* scaled, A* factor, const A* grad, int64_t queries,
+                                  const A* class_weight, int64_t classes, A headroom) {
+  __shared__ A storage[kWarp];
+  A largest = 0, heaviest = 1;
+  bool finite = true;
+  for (int64_t q = threadIdx.x; q < queries; q += blockDim.x) {
+    largest = std::max(largest, std::abs(grad[q]));
+    finite = finite && std::isfinite(grad[q]);
+  }
+  for (int64_t j = threadIdx.x; class_weight != nullptr && j < classes; j += blockDim.x) {
+    heaviest = std::max(heaviest, std::abs(class_weight[j]));
+    finite = finite && std::isfinite(class_weight[j]);
+  }
+  largest = block_max(largest, A(0), storage);
+  const A product = largest * block_max(heaviest, A(1), storage);
+  const bool valid = __syncthreads_or(!finite) == 0 && std::isfinite(product) && product != A(0);
+  const A unit = valid ? product : A(1);
+  for (int64_t q = threadIdx.x; q < queries; q += blockDim.x) {
+    scaled[q] = grad[q] * (headroom / unit);
+  }
+  if (threadIdx.x == 0) {
+    *factor = unit / headroom;
+  }
+}
+
 // Scales the gradient of the loss to at most about kMax before gradients of products are rounded
 // to float16, and divides the results by the same factor. Otherwise the gradients of a mean over
 // thousands of queries would underflow. No gradient overflows float16; with a z-loss this holds for
@@ -257,20 +296,22 @@ class ProductRows {
 struct HalfScale {
   Tensor loss_grad, result_factor; // scaled gradient of the loss [Q], factor of the results []
 
-  HalfScale(const Tensor& grad, const Operands& operands) {
+  HalfScale(const Tensor& grad_argument, const Operands& operands)
+      : loss_grad(at::empty({operands.queries}, grad_argument.options())),
+        result_factor(at::empty({}, grad_argument.options())) {
     constexpr double kMax = 512, kLargestLogit = 100;
     const CrossEntropyOptions& options = operands.options;
     const double growth =
         std::max(1.0, options.logit_scale) * (1 + 2 * options.z_loss * kLargestLogit);
     const double headroom = std::exp2(std::floor(std::log2(kMax / growth)));
-    const Tensor largest = grad.abs().amax();
-    const Tensor unit =
-        (operands.class_weight.defined() ? largest * operands.class_weight.abs().amax().clamp_min(1)
-                                         : largest)
-            .nan_to_num(1, 1, 1);
-    const Tensor nonzero = unit.masked_fill(unit.eq(0), 1);
-    loss_grad = grad * (headroom / nonzero);
-    result_factor = nonzero / headroom;
+    const Tensor grad = grad_argument.contiguous();
+    AT_DISPATCH_FLOATING_TYPES(grad.scalar_type(), "half_scale_cuda", [&] {
+      half_scale_kernel<scalar_t><<<1, 1024, 0, c10::cuda::getCurrentCUDAStream()>>>(
+          loss_grad.mutable_data_ptr<scalar_t>(), result_factor.mutable_data_ptr<scalar_t>(),
+          grad.const_data_ptr<scalar_t>(), operands.queries,
+          Operands::pointer<scalar_t>(operands.class_weight), operands.classes, scalar_t(headroom));
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    });
   }
 };
 
@@ -288,11 +329,12 @@ LinearGradients gradients_by_rows(const Operands& operands, const Tensor& weight
       : std::nullopt;
   const Tensor grad = (half ? half->loss_grad : grad_argument).contiguous(),
                known = normalizer.defined() ? normalizer.contiguous() : normalizer;
-  const ProductRows products_of(operands, weight, floats);
   const Tensor grad_input = at::empty({want_input ? operands.queries : 0, weight.size(1)}, floats);
   const Tensor grad_weight =
       at::empty({want_weight ? operands.classes : 0, weight.size(1)}, floats);
   Tensor grad_bias = at::empty({want_bias ? operands.classes : 0}, floats);
+  const ProductRows products_of(operands, weight, floats,
+                                int64_t(grad_input.nbytes() + grad_weight.nbytes()));
   products_of.for_each([&](const Operands& rows, const Tensor& products, int64_t first) {
     AT_DISPATCH_FLOATING_TYPES(grad.scalar_type(), "linear_cross_entropy_gradients_cuda", [&] {
       const auto launch = [&](auto zero) {

@@ -189,7 +189,7 @@ RowOptimizer::~RowOptimizer() {
   run_deferred_flushes();
   for_states([&](const Tensor& param, std::vector<Tensor> state) {
     try {
-      if (is_capturing(param)) {
+      if (is_capturing(param.device())) {
         defer_flush(param, std::move(state), [](const Tensor& table) { catch_up_table(table); });
       } else {
         flush_rows(rule_, param, state);

@@ -30,7 +30,7 @@ struct AdamRows {
   RowAdamNumbers numbers; // of the current step
   LearningRate lr;
   StepDecay decay;
-  double ratio;
+  PendingRatio ratio;
   bool wide;
 
   struct Row {
@@ -230,7 +230,7 @@ AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state,
             numbers,
             lr,
             StepDecay(lr, numbers.weight_decay),
-            row_adam_ratio(numbers.beta1, numbers.beta2),
+            PendingRatio(row_adam_ratio(numbers.beta1, numbers.beta2)),
             false};
   constexpr int64_t kPack = 16 / sizeof(T);
   rows.wide = rows.param.packs(kPack) && rows.exp_avg.packs(kPack) &&

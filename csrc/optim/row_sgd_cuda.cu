@@ -28,6 +28,7 @@ struct SgdRows {
   RowSGDNumbers numbers; // of the current step
   LearningRate lr;
   StepDecay decay;
+  PendingRatio ratio; // the momentum
   bool buffer_is_new; // whether the buffer was just allocated
   bool always_pending; // whether the step adds pending updates even if there were none before
   bool wide;
@@ -51,7 +52,7 @@ struct SgdRows {
     const int64_t t = *device_pending.step + 1;
     const double gradient_factor = t == 1 || buffer_is_new ? 1 : 1 - numbers.dampening;
     const PendingEntry pending =
-        has_pending() ? device_pending.entry_of(s, numbers.momentum) : PendingEntry{0, 1};
+        has_pending() ? device_pending.entry_of(s, ratio) : PendingEntry{0, 1};
     const double buffer_factor =
         s == 0 || buffer.data == nullptr ? 1 : integer_power(numbers.momentum, t - s);
     RowSGDNumbers step_numbers = numbers;
@@ -175,6 +176,7 @@ SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state,
                      numbers,
                      lr,
                      StepDecay(lr, numbers.weight_decay),
+                     PendingRatio(numbers.momentum),
                      false,
                      numbers.momentum != 0 || numbers.weight_decay != 0,
                      false};
@@ -202,7 +204,7 @@ void step_rows_of(const Tensor& param, TensorList state, const GradientOfRows& g
     rule.buffer = {};
   }
   update_rows(rule, gradient, param.size(0));
-  advance(steps, SgdRate{lr, numbers.nesterov ? numbers.momentum : 1}, numbers.momentum, rule.decay,
+  advance(steps, SgdRate{lr, numbers.nesterov ? numbers.momentum : 1}, rule.ratio, rule.decay,
           rule.always_pending);
 }
 

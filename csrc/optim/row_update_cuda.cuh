@@ -68,6 +68,15 @@ void dispatch_rows(const at::Tensor& param, const at::Tensor& state, const Funct
                                   });
 }
 
+/// r of pending_table(), with its window. The host computes the window once, because it takes a
+/// logarithm and a division in double precision, which all lanes would repeat for each row.
+struct PendingRatio {
+  double value;
+  int64_t window;
+
+  explicit PendingRatio(double ratio) : value(ratio), window(pending_window(ratio)) {}
+};
+
 /// The pending steps of the rows, and the coefficients of the following steps.
 struct DevicePendingSteps {
   int64_t* step;
@@ -102,8 +111,9 @@ struct DevicePendingSteps {
   __device__ bool must_catch_up() const { return changed() || action() != PendingAction::Nothing; }
 
   /// Returns the pending updates of a row before the step, whose last gradient was in step s.
-  __device__ PendingEntry entry_of(int64_t s, double ratio) const {
-    return must_catch_up() ? PendingEntry{0, 1} : pending_table(pending, capacity, *step, ratio)(s);
+  __device__ PendingEntry entry_of(int64_t s, const PendingRatio& ratio) const {
+    return must_catch_up() ? PendingEntry{0, 1}
+                           : pending_table(pending, capacity, *step, ratio.value, ratio.window)(s);
   }
 #endif
 };
@@ -324,8 +334,8 @@ constexpr int kAdvanceThreads = 256;
 /// always_pending: record the step even if the table of steps was empty before.
 template <typename Rate>
 __global__ void __launch_bounds__(kAdvanceThreads)
-    advance_kernel(DevicePendingSteps device_pending, Rate rate, double ratio, StepDecay step_decay,
-                   bool always_pending) {
+    advance_kernel(DevicePendingSteps device_pending, Rate rate, PendingRatio ratio,
+                   StepDecay step_decay, bool always_pending) {
   const int64_t step_count = *device_pending.step, caught_up = int64_t(device_pending.pending[0]);
   const bool must_catch_up = device_pending.must_catch_up();
   const bool pending = always_pending || (!must_catch_up && step_count > caught_up);
@@ -349,12 +359,12 @@ __global__ void __launch_bounds__(kAdvanceThreads)
   if (!pending) {
     return;
   }
-  const PendingTable table =
-      pending_table(device_pending.pending, device_pending.capacity, step_count, ratio);
+  const PendingTable table = pending_table(device_pending.pending, device_pending.capacity,
+                                           step_count, ratio.value, ratio.window);
   const double log_decay = step_decay.log(), decay = std::exp(log_decay),
                moved = rate(step_count + 1);
   for (int64_t i = table.first_moved() + threadIdx.x; i <= table.count; i += blockDim.x) {
-    table.move(i, decay, moved, integer_power(ratio, table.count + 1 - i));
+    table.move(i, decay, moved, integer_power(ratio.value, table.count + 1 - i));
   }
   if (threadIdx.x == 0) {
     table.movement[table.count + 1] = 0;
@@ -431,7 +441,7 @@ void catch_up(const Rule& rule, const at::Tensor& param) {
 
 /// Launches advance_kernel after the rows have been updated.
 template <typename Rate>
-void advance(const DevicePendingSteps& device_pending, const Rate& rate, double ratio,
+void advance(const DevicePendingSteps& device_pending, const Rate& rate, const PendingRatio& ratio,
              const StepDecay& decay, bool always_pending) {
   advance_kernel<Rate><<<1, kAdvanceThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
       device_pending, rate, ratio, decay, always_pending);

@@ -1,4 +1,5 @@
 #include "op/cuda_launch.cuh"
+#include "table/cuda_rows.cuh"
 #include "cpu/dtypes.h"
 #include "cpu/impl.h"
 #include "op/optional.h"
@@ -7,6 +8,7 @@
 #include "table/gather_dot_cuda.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -29,13 +31,30 @@ Ids contiguous_ids(const Tensor& input, int64_t num_classes, const OptionalTenso
       is_defined(shared_ids) ? shared_ids->contiguous() : at::empty({0}, options)};
 }
 
-// Computes out = coefficients (float32 or float64) @ table, or out += that.
-void weighted_sum_out(const Tensor& out, const Tensor& coefficients, const Tensor& table,
-                      bool add) {
-  product_out_cuda(out,
-                   rounds_coefficients(table.scalar_type()) ? coefficients.to(table.scalar_type())
-                                                            : coefficients,
-                   table, add);
+// Fast matrix products read and write 16 bytes at a time, so the rows of their operands must be
+// aligned to that.
+bool has_aligned_rows(const Tensor& matrix) {
+  return matrix.stride(1) == 1 &&
+      cuda::aligned(matrix.const_data_ptr(), matrix.stride(0), matrix.element_size());
+}
+
+// Returns an uninitialised matrix with aligned rows.
+Tensor aligned_matrix(int64_t rows, int64_t columns, const at::TensorOptions& options) {
+  const int64_t pack = 16 / int64_t(options.dtype().itemsize());
+  return at::empty({rows, (columns + pack - 1) / pack * pack}, options).narrow(1, 0, columns);
+}
+
+// Returns the matrix in a dtype, with aligned rows.
+Tensor with_aligned_rows(const Tensor& matrix, at::ScalarType dtype) {
+  return matrix.scalar_type() == dtype && has_aligned_rows(matrix)
+      ? matrix
+      : aligned_matrix(matrix.size(0), matrix.size(1), matrix.options().dtype(dtype)).copy_(matrix);
+}
+
+// Returns the gradients of shared scores (float32 or float64) as they are multiplied with rows of
+// the table or with queries of `dtype`.
+Tensor coefficients_of(const Tensor& gradients, at::ScalarType dtype) {
+  return with_aligned_rows(gradients, rounds_coefficients(dtype) ? dtype : gradients.scalar_type());
 }
 
 Tensor candidate_scores_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -57,9 +76,13 @@ Tensor candidate_scores_cuda(const Tensor& input, const Tensor& weight, const Op
   pair_scores_cuda(scores, width + shared, query, table, bias, ids.pairs);
   if (shared > 0) {
     Tensor out = scores.narrow(1, width, shared);
-    product_out_cuda(out, query, table.index_select(0, ids.shared).t());
+    const Tensor product =
+        has_aligned_rows(out) ? out : aligned_matrix(input.size(0), shared, scores.options());
+    product_out_cuda(product, query, table.index_select(0, ids.shared).t());
     if (is_defined(bias)) {
-      out.add_(bias->index_select(0, ids.shared));
+      at::add_out(out, product, bias->index_select(0, ids.shared));
+    } else if (!product.is_same(out)) {
+      out.copy_(product);
     }
   }
   return scores;
@@ -92,7 +115,8 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
     grad_input = has_pairs ? pair_input_grad_cuda(scores_grad, stride, table, ids.pairs)
                            : at::empty(input.sizes(), scores_grad.options());
     if (ids.shared.size(0) > 0) {
-      weighted_sum_out(grad_input, shared_grad, table.index_select(0, ids.shared), has_pairs);
+      product_out_cuda(grad_input, coefficients_of(shared_grad, table.scalar_type()),
+                       table.index_select(0, ids.shared), /*add=*/has_pairs);
     }
     if (factor.defined()) {
       grad_input.mul_(one_factor ? factor : factor.unsqueeze(1));
@@ -113,7 +137,8 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
     const Tensor scaled = by_query ? of_counted(shared_grad * factor.unsqueeze(1)) : shared_grad;
     if (want_weight) {
       shared_values = at::empty({ids.shared.size(0), input.size(1)}, scores_grad.options());
-      weighted_sum_out(shared_values, scaled.t(), of_counted(query), /*add=*/false);
+      product_out_cuda(shared_values, coefficients_of(scaled, query.scalar_type()).t(),
+                       of_counted(query));
     }
     shared_bias = want_bias ? scaled.sum(0) : shared_bias;
   }

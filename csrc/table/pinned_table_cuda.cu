@@ -1,5 +1,6 @@
 #include "op/cuda_launch.cuh"
 #include "table/pinned_table.h"
+#include "table/updates/deferred_flushes.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
@@ -11,11 +12,24 @@
 
 namespace xsoftmax {
 
+// Frees page-locked memory once no kernel of the device uses it. Errors are ignored: nothing can be
+// done about them here, and the next launch must not report them.
+static void free_pinned(void* host, c10::DeviceIndex device) {
+  int current = 0;
+  (void)cudaGetDevice(&current);
+  (void)cudaSetDevice(device);
+  (void)cudaDeviceSynchronize(); // kernels of any stream may still use the table
+  (void)cudaFreeHost(host);
+  (void)cudaSetDevice(current);
+  (void)cudaGetLastError();
+}
+
 // Kernels read and write the rows over the bus. An embedding reads each row once, so a copy to the
 // device ahead of the step would move as much, and could become stale before it is used.
 static at::Tensor pinned_table_cuda(const at::Tensor& like, at::IntArrayRef sizes) {
   const size_t bytes = check_pinned_table(like, sizes);
   const c10::cuda::CUDAGuard guard(like.device());
+  run_deferred_flushes(); // may free memory
   if (bytes == 0) {
     return at::zeros(sizes, like.options());
   }
@@ -27,16 +41,9 @@ static at::Tensor pinned_table_cuda(const at::Tensor& like, at::IntArrayRef size
     TORCH_CHECK(false, "pinned_table: the host cannot lock ", bytes,
                 " bytes of memory: ", cudaGetErrorString(error));
   }
-  const auto release = [host, device = int(like.get_device())](void*) {
-    // Kernels of any stream of the device may still use the table. Errors are ignored: nothing can
-    // be done about them here, and the next launch must not report them.
-    int current = 0;
-    (void)cudaGetDevice(&current);
-    (void)cudaSetDevice(device);
-    (void)cudaDeviceSynchronize();
-    (void)cudaFreeHost(host);
-    (void)cudaSetDevice(current);
-    (void)cudaGetLastError();
+  const auto release = [host, device = like.device()](void*) {
+    const auto free = [host, device] { free_pinned(host, device.index()); };
+    is_capturing(device) ? defer_work(device, free) : free(); // either call would end the capture
   };
   if (cudaHostGetDevicePointer(&mapped, host, 0) != cudaSuccess) {
     (void)cudaGetLastError();

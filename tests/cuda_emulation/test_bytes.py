@@ -18,42 +18,24 @@ The minimum is a formula of the operator's shape, not of the kernel: every byte 
 needs or produces, once. In `blocks`, gathered data counts once per request. A random look-up counts
 as one sector.
 
-To add a kernel, add a function that returns a Case.
+To add a kernel, add a function that returns a Case; those of small kernels are in step_bytes.py.
 """
 
-import dataclasses
 import math
 import os
-from typing import Callable, Dict, Optional
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import step_bytes
 import xsoftmax
+import xsoftmax as xs
+from byte_case import CASES, LIMIT, SECTOR, Case, case, ops
 
-LIMIT = 1.15
-SECTOR = 32
-ops = torch.ops.xsoftmax
-
-
-@dataclasses.dataclass
-class Case:
-    call: Callable[[], object]  # launches the kernel
-    kernel: str  # without template arguments; several names, separated by commas, count together
-    memory: float  # the minimum
-    blocks: Optional[float] = None  # None: the same as memory
-    shape: str = ""
-    limit: float = LIMIT
-    why: str = ""  # the reason for a limit above 1.15
-
-
-CASES: Dict[str, Callable[[], Case]] = {}
-
-
-def case(make):
-    CASES[make.__name__] = make
-    return make
-
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from host_cost import sampled_step
 
 # --------------------------------------------------------------------------------------------------
 # gather-dot, backward
@@ -444,6 +426,39 @@ def test_bytes_are_near_the_least_possible(name):
     assert worst <= made.limit, found
     has_reason = made.limit == LIMIT or made.why and worst > LIMIT
     assert has_reason, "the reason for a higher limit is gone"
+
+
+def exact_step():
+    loss = xs.LinearCrossEntropyLoss(8, 64, bias=False, dtype=torch.float16)
+    loss(torch.randn(4, 8, dtype=torch.float16, requires_grad=True), torch.arange(4)).backward()
+    with torch.no_grad():
+        loss(torch.randn(4, 8, dtype=torch.float16), torch.arange(4))
+
+
+def lazy_step():
+    loss = xs.SampledSoftmaxLoss(8, 1000,
+                                 sampler=xs.samplers.LogUniformSampler(1000, 20, shared=False))
+    optimizer = xs.optim.RowAdam(loss.parameters(), lazy_gradient=True)
+    loss(torch.randn(4, 8, requires_grad=True), torch.arange(4)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make_step", [
+    lambda: sampled_step(xs.samplers.UniformSampler(1000, 16)),
+    lambda: sampled_step(xs.samplers.LogUniformSampler(1000, 20, shared=False)), lambda: lazy_step,
+    lambda: exact_step
+], ids=["shared", "private", "lazy", "exact"])
+def test_the_kernels_of_a_step_have_cases(make_step):
+    step = make_step()
+    torch.ops.cuda_emulator.forget()
+    torch.ops.cuda_emulator.let_host_read(False)
+    try:
+        step()
+    finally:
+        torch.ops.cuda_emulator.let_host_read(True)
+    launched = {name.partition("<")[0] for name in torch.ops.cuda_emulator.launched()}
+    known = {name for make in CASES.values() for name in make().kernel.split(", ")}
+    assert len(launched) > 1 and launched <= known | set(step_bytes.EXEMPT)
 
 
 def main():

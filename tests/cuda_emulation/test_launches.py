@@ -15,13 +15,17 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from host_cost import count_launches, sampled_step
 
 
-@pytest.mark.parametrize("make, most",
-                         [(lambda: xs.samplers.UniformSampler(100_000, 512), 20),
-                          (lambda: xs.samplers.LogUniformSampler(100_000, 20, shared=False), 16)])
-def test_a_step_launches_little(make, most):
+@pytest.mark.parametrize(
+    "make, queries, most",
+    [(lambda: xs.samplers.UniformSampler(100_000, 512), 64, 20),
+     (lambda: xs.samplers.LogUniformSampler(100_000, 20, shared=False), 64, 16),
+     (lambda: xs.samplers.LogUniformSampler(100_000, 20, shared=False), 800, 24)])
+def test_a_step_launches_little(make, queries, most):
+    """The sort of more than 16,384 ids takes 10 launches more than that of few. 512 shared samples
+    and 8,192 queries stay below that."""
     torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
     torch.ops.cuda_emulator.take_over()
-    assert 10 < count_launches(sampled_step(make(), queries=64), "cpu") <= most
+    assert 10 < count_launches(sampled_step(make(), queries=queries), "cpu") <= most
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -66,6 +70,25 @@ class ScoreGradients(TorchDispatchMode):
         if function is torch.ops.xsoftmax.candidate_scores_backward.default:
             self.found.append(args[0])
         return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_products_of_bfloat16_read_16_bytes_at_a_time(fused):
+    """Those of the forward and the backward pass, in one step or with scores outside of it."""
+    torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
+    torch.ops.cuda_emulator.take_over()
+    options = {} if fused else {"logit_scale": 2.0}
+    loss = xs.SampledSoftmaxLoss(64, 1000, sampler=xs.samplers.UniformSampler(1000, 51),
+                                 dtype=torch.bfloat16, **options)
+    torch.ops.cuda_emulator.let_host_read(False)
+    before = torch.ops.cuda_emulator.unaligned_matrices()
+    try:
+        input = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
+        loss(input, torch.randint(1000, (16,))).backward()
+    finally:
+        torch.ops.cuda_emulator.let_host_read(True)
+    assert torch.ops.cuda_emulator.unaligned_matrices() == before
+    assert input.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("private", [0, 20])

@@ -158,7 +158,9 @@ __global__ void private_sets_kernel(int64_t* ids, DrawSeed seed, SystematicTable
 }
 
 /// One block makes the plan and then draws the shared set. A plan takes two short searches, less
-/// than another launch; it is not cached, because the tables may have changed.
+/// than another launch. The sampler does not keep it, because its tables change in place: in
+/// static_follow_, in static_grow_ and when a state is loaded. Replays of a CUDA graph change them
+/// too, which no version counter on the host shows.
 __global__ void shared_set_kernel(int64_t* ids, double* log_scale, DrawSeed seed,
                                   SystematicTables tables, int64_t num_samples) {
   __shared__ SystematicPlan plan;

@@ -1,5 +1,7 @@
 #include "table/updates/deferred_flushes.h"
 
+#include "op/host_reads.h"
+
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -14,9 +16,8 @@ namespace {
 using at::Tensor;
 
 struct Deferred {
-  Tensor param;
-  std::vector<Tensor> state;
-  FlushTable flush;
+  c10::Device device;
+  std::function<void()> work;
 };
 
 class DeferredFlushes {
@@ -40,7 +41,7 @@ class DeferredFlushes {
     const std::lock_guard lock(mutex_);
     const auto ready = std::stable_partition(
         waiting_.begin(), waiting_.end(),
-        [](const Deferred& deferred) { return is_capturing(deferred.param); });
+        [](const Deferred& deferred) { return is_capturing(deferred.device); });
     std::vector<Deferred> taken(std::make_move_iterator(ready),
                                 std::make_move_iterator(waiting_.end()));
     waiting_.erase(ready, waiting_.end());
@@ -54,9 +55,11 @@ class DeferredFlushes {
   std::atomic<size_t> count_ = 0;
 };
 
+std::atomic<RegisterCaptureQuery::CaptureQuery> capture_query = nullptr;
+
 template <typename Stream>
 bool captures(const Stream& stream) {
-  if constexpr (requires { stream.is_capturing(); }) { // torch 2.11 may not have it
+  if constexpr (requires { stream.is_capturing(); }) { // torch 2.11 does not have it
     return stream.is_capturing();
   }
   return false;
@@ -64,20 +67,31 @@ bool captures(const Stream& stream) {
 
 } // namespace
 
-bool is_capturing(const Tensor& tensor) {
-  const c10::Device device = tensor.device();
+RegisterCaptureQuery::RegisterCaptureQuery(CaptureQuery query) { capture_query = query; }
+
+bool is_capturing(c10::Device device) {
+  if (device.is_cpu() && check::host_can_read()) {
+    return false;
+  }
+  if (const auto query = capture_query.load(); query != nullptr) {
+    return query(device);
+  }
   return c10::impl::hasDeviceGuardImpl(device.type()) &&
       captures(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
+void defer_work(c10::Device device, std::function<void()> work) {
+  DeferredFlushes::all().add({device, std::move(work)});
+}
+
 void defer_flush(const Tensor& param, std::vector<Tensor> state, FlushTable flush) {
-  DeferredFlushes::all().add({param, std::move(state), flush});
+  defer_work(param.device(), [param, state = std::move(state), flush] { flush(param); });
 }
 
 void run_deferred_flushes() {
   for (const Deferred& deferred : DeferredFlushes::all().take()) {
     try {
-      deferred.flush(deferred.param);
+      deferred.work();
     } catch (const c10::Error&) { // the table has moved and its optimizer is gone: nothing to do
     }
   }

@@ -78,13 +78,17 @@ XS_HOST_DEVICE inline double* pending_rounding(double* pending, int64_t numel) {
   return numel % 2 == 0 ? nullptr : pending + numel - 1;
 }
 
-/// Returns a view of the state tensor after `step` steps, r = `ratio`.
+/// Returns a view of the state tensor after `step` steps, r = `ratio`, window =
+/// pending_window(ratio).
 XS_HOST_DEVICE inline PendingTable pending_table(double* pending, int64_t capacity, int64_t step,
-                                                 double ratio) {
+                                                 double ratio, int64_t window) {
   double* const movement = pending + PendingTable::kHeader;
   const int64_t caught_up = int64_t(pending[0]);
-  return {movement, movement + capacity + 1, caught_up, step - caught_up,
-          capacity, pending_window(ratio),   ratio};
+  return {movement, movement + capacity + 1, caught_up, step - caught_up, capacity, window, ratio};
+}
+XS_HOST_DEVICE inline PendingTable pending_table(double* pending, int64_t capacity, int64_t step,
+                                                 double ratio) {
+  return pending_table(pending, capacity, step, ratio, pending_window(ratio));
 }
 
 } // namespace xsoftmax

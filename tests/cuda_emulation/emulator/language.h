@@ -356,6 +356,7 @@ cudaError_t set_emulated_attribute(const ::emulator::Where& where, std::string_v
   set_emulated_attribute(::emulator::Where::current(), #__VA_ARGS__, __VA_ARGS__)
 template <typename Stream>
 cudaError_t cudaMemsetAsync(void* to, int value, size_t size, const Stream&) {
+  ::emulator::count_launches("cudaMemsetAsync", 1);
   std::memset(to, value, size);
   return cudaSuccess;
 }
@@ -363,20 +364,36 @@ enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
 template <typename Stream>
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind,
                             const Stream&) {
+  ::emulator::count_launches("cudaMemcpyAsync", 1);
   std::memmove(to, from, size);
   return cudaSuccess;
 }
-/// Memory of the host that kernels address is any memory.
+/// Memory of the host that kernels address is any memory. To free it or to wait for the device ends
+/// a capture with an error.
 constexpr unsigned cudaHostAllocPortable = 1, cudaHostAllocMapped = 2;
 inline cudaError_t cudaHostAlloc(void** data, size_t size, unsigned) {
-  *data = std::malloc(size);
+  *data = ::emulator::allocate_on_host(size);
   return *data ? cudaSuccess : cudaErrorInvalidValue;
 }
 inline cudaError_t cudaHostGetDevicePointer(void** mapped, void* host, unsigned) {
   return *mapped = host, cudaSuccess;
 }
-inline cudaError_t cudaFreeHost(void* data) { return std::free(data), cudaSuccess; }
-inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+inline cudaError_t cudaFreeHost(void* data) {
+  ::emulator::break_capture("cudaFreeHost");
+  ::emulator::free_on_host(data);
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() {
+  ::emulator::break_capture("cudaDeviceSynchronize");
+  return cudaSuccess;
+}
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+template <typename Stream>
+cudaError_t cudaStreamIsCapturing(const Stream&, cudaStreamCaptureStatus* status) {
+  *status =
+      ::emulator::is_capturing() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "error"; }

@@ -8,12 +8,14 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstdlib>
 #include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace emulator {
@@ -90,6 +92,9 @@ std::map<std::string, size_t> most_dynamic; // for kernels whose limit the host 
 // declares.
 size_t dynamic_bytes = 0, most_bytes = 0;
 bool counts_bytes = false;
+std::atomic<bool> capturing = false;
+std::string broke_capture;
+std::atomic<int64_t> host_allocations = 0;
 TrafficCounter traffic;
 
 std::string text(const Where& where) {
@@ -335,8 +340,37 @@ bool allow_shared(const Where& where, std::string_view kernel, int bytes) {
   if (size_t(bytes) > kMaxShared) {
     return false;
   }
-  most_dynamic[in_file(where, kernel)] = size_t(bytes);
+  size_t& most = most_dynamic[in_file(where, kernel)];
+  TORCH_CHECK(size_t(bytes) >= most, kernel, " at ", text(where), ": a limit of ", bytes,
+              " bytes of shared memory instead of ", most,
+              ", on which a launch of another thread may depend");
+  most = size_t(bytes);
   return true;
+}
+
+void count_launches(const char* name, int64_t launches) {
+  const std::lock_guard lock(machine);
+  counts[name].launches += launches;
+}
+
+bool is_capturing() { return capturing; }
+
+void break_capture(const char* call) {
+  const std::lock_guard lock(machine);
+  if (capturing && broke_capture.empty()) {
+    broke_capture = call;
+  }
+}
+
+void* allocate_on_host(size_t bytes) {
+  void* const data = std::malloc(bytes);
+  host_allocations += data != nullptr;
+  return data;
+}
+
+void free_on_host(void* data) {
+  host_allocations -= data != nullptr;
+  std::free(data);
 }
 
 bool is_shared(uintptr_t at) { return shared_memory.holds(at); }
@@ -411,6 +445,13 @@ void count_bytes(bool count) {
   counts_bytes = count;
 }
 
+void set_capturing(bool begins) {
+  const std::lock_guard lock(machine);
+  capturing = begins;
+  const std::string call = std::exchange(broke_capture, "");
+  TORCH_CHECK(call.empty(), "CUDA error: ", call, " while a stream was capturing");
+}
+
 void forget() {
   const std::lock_guard lock(machine);
   counts.clear();
@@ -433,6 +474,8 @@ TORCH_LIBRARY(cuda_emulator, m) {
   m.def("set_order(str order) -> ()", set_order);
   m.def("set_max_blocks(int count) -> ()", set_max_blocks);
   m.def("count_bytes(bool count) -> ()", count_bytes); // off by default, because it is slow
+  m.def("set_capturing(bool begins) -> ()", set_capturing); // an error at the end if it was broken
+  m.def("host_allocations() -> int", [] { return host_allocations.load(); });
   m.def("forget() -> ()", forget); // forgets earlier launches
   // Per kernel: launches, blocks, threads, and bytes read and written, three times: as requested,
   // per block, per launch (Traffic).

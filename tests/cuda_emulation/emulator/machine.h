@@ -83,6 +83,16 @@ void* dynamic_shared(const Where& where = Where::current());
 /// Allows launches of this kernel, in this file, that many bytes of dynamic shared memory. Returns
 /// false if no device has that much.
 bool allow_shared(const Where& where, std::string_view kernel, int bytes);
+/// Counts launches of kernels that are not emulated.
+void count_launches(const char* name, int64_t launches);
+
+/// Whether a graph is being captured (cuda_emulator::set_capturing).
+bool is_capturing();
+/// Makes the end of a capture fail because of a `call` that CUDA does not allow during captures.
+void break_capture(const char* call);
+void* allocate_on_host(size_t bytes);
+void free_on_host(void* data);
+
 /// Whether the address is in the block's shared memory.
 bool is_shared(uintptr_t at);
 

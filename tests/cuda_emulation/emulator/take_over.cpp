@@ -10,6 +10,9 @@
 // that is not fixed. It does not see what a kernel's host code reads from memory directly, nor what
 // ATen's own backward does between operators of the library.
 //
+// cuda_emulator::unaligned_matrices() -> int: returns how many operands of 16-bit products had rows
+// that are not aligned to 16 bytes.
+//
 // cuda_emulator::let_host_read(bool): with False, the library does not read values of CPU tensors,
 // as if they were on a device.
 //
@@ -26,6 +29,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -234,6 +239,15 @@ std::vector<std::string> take_over() {
   return without_kernel;
 }
 
+/// Matrices of 16-bit products whose rows are not aligned to 16 bytes, which fast kernels need.
+std::atomic<int64_t> unaligned = 0;
+void note_alignment(const at::Tensor& matrix) {
+  const int64_t row = matrix.stride(0) == 1 ? matrix.stride(1) : matrix.stride(0);
+  unaligned += matrix.numel() > 0 &&
+      (row * int64_t(matrix.element_size()) % 16 != 0 ||
+       reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % 16 != 0);
+}
+
 /// ATen has 16-bit matrix products with a wider result only for CUDA.
 at::Tensor mm_dtype(const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype) {
   return at::mm(a.to(dtype), b.to(dtype));
@@ -242,6 +256,9 @@ at::Tensor& mm_dtype_out(const at::Tensor& a, const at::Tensor& b, at::ScalarTyp
                          at::Tensor& out) {
   TORCH_CHECK(out.scalar_type() == dtype, "mm: expected out of dtype ", dtype, ", got ",
               out.scalar_type());
+  for (const at::Tensor& matrix : {a, b, out}) {
+    note_alignment(matrix);
+  }
   return out.copy_(mm_dtype(a, b, dtype));
 }
 at::Tensor& addmm_dtype_out(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b,
@@ -250,6 +267,9 @@ at::Tensor& addmm_dtype_out(const at::Tensor& self, const at::Tensor& a, const a
   TORCH_CHECK(self.scalar_type() == dtype && out.scalar_type() == dtype,
               "addmm: expected self and out of dtype ", dtype, ", got ", self.scalar_type(), ", ",
               out.scalar_type());
+  for (const at::Tensor& matrix : {a, b, out}) {
+    note_alignment(matrix);
+  }
   return out.copy_(at::addmm(self, a.to(dtype), b.to(dtype), beta, alpha));
 }
 
@@ -259,6 +279,7 @@ TORCH_LIBRARY_FRAGMENT(cuda_emulator, m) {
   m.def("take_over() -> str[]", take_over);
   m.def("let_host_read(bool reads) -> ()", xsoftmax::check::let_host_read);
   m.def("findings() -> Dict(str, int)", findings);
+  m.def("unaligned_matrices() -> int", [] { return unaligned.load(); });
   m.def("lies_on_host(Tensor tensor) -> ()", lies_on_host);
 }
 

@@ -75,6 +75,7 @@ def test_a_part_that_cannot_run_is_a_row(tmp_path):
     (["--output", "/nowhere/at/all.json"], "--output: expected a file that can be written"),
     (["--json", "/nowhere/at/all.json"], "--json: expected a file that can be written"),
     (["--minutes", "-1"], "--minutes: expected at least 0"),
+    (["--layer-seconds", "0"], "--layer-seconds: expected a number above 0"),
     (["--only", "all"], "--only: expected names"),
     (["--without", "all"], "--without: expected names"),
 ])  # fmt: skip
