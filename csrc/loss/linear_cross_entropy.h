@@ -24,9 +24,9 @@ namespace xsoftmax {
 // gradients are computed together with the loss, and the backward pass only multiplies them by the
 // factor. This applies to float32 and float64, and on CUDA to 16-bit dtypes also. The CUDA kernels
 // then compute each product only once: they process as many queries at a time as fit into the
-// workspace (512 MB by default) and save no logits. 16-bit gradients stay float32 until the factor
-// is known, because float16 could underflow before a gradient scaler's factor is applied; one pass
-// scales and casts them.
+// workspace (512 MB by default) together with the gradients, and save no logits. 16-bit gradients
+// stay float32 until the factor is known, because float16 could underflow before a gradient
+// scaler's factor is applied; one pass scales and casts them.
 
 /// (loss [Q], normalizer, saved_logits)
 using CrossEntropyState = std::tuple<at::Tensor, at::Tensor, at::Tensor>;

@@ -17,7 +17,8 @@ struct IntegersView {
       : narrow(tensor.defined() && tensor.scalar_type() == at::kInt
                    ? tensor.const_data_ptr<int32_t>()
                    : nullptr),
-        wide(tensor.defined() && narrow == nullptr ? tensor.const_data_ptr<int64_t>() : nullptr) {}
+        wide(tensor.defined() && tensor.scalar_type() != at::kInt ? tensor.const_data_ptr<int64_t>()
+                                                                  : nullptr) {}
   __device__ int64_t operator[](int64_t place) const {
     return narrow == nullptr ? wide[place] : int64_t(narrow[place]);
   }

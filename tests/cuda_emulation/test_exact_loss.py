@@ -102,9 +102,9 @@ def peak_bytes(profiled: torch.profiler.profile) -> int:
 def test_a_step_stays_within_the_workspace_with_its_gradients():
     """They take the same share of the workspace as for 8,192 queries, 131,072 classes, D 256 and
     512 MB."""
-    input, weight, _, target = problem(1024, 24, 2048, torch.float32)
+    input, weight, _, target = problem(1024, 22, 2048, torch.float32)
     input[1] = 0
-    loss = xs.LinearCrossEntropyLoss(24, 2048, bias=False)
+    loss = xs.LinearCrossEntropyLoss(22, 2048, bias=False)
     loss.linear.weight.data = weight
     loss.workspace_mb = 1
     hidden = input.requires_grad_()
@@ -117,10 +117,10 @@ def test_a_step_stays_within_the_workspace_with_its_gradients():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_step_launches_little(dtype):
-    """Twelve parts, as 8,192 queries, 131,072 classes and D 256 need within 512 MB: four launches
+    """Eleven parts, as 8,192 queries, 131,072 classes and D 256 need within 512 MB: four launches
     per part and few others."""
-    input, weight, _, target = problem(1024, 24, 2048, dtype)
-    loss = xs.LinearCrossEntropyLoss(24, 2048, bias=False, dtype=dtype)
+    input, weight, _, target = problem(1024, 22, 2048, dtype)
+    loss = xs.LinearCrossEntropyLoss(22, 2048, bias=False, dtype=dtype)
     loss.workspace_mb = 1
     hidden = input.clone().requires_grad_()
     torch.ops.cuda_emulator.let_host_read(True)
@@ -129,7 +129,7 @@ def test_a_step_launches_little(dtype):
         loss.linear.weight.grad = hidden.grad = None
         loss(hidden, target).backward()
 
-    assert 48 < count_launches(step, "cpu") <= 60
+    assert 44 < count_launches(step, "cpu") <= 55
 
 
 def test_memory_stays_within_the_workspace():

@@ -51,7 +51,9 @@ class LinearCrossEntropyLoss(LinearLoss):
         device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
 
     On CUDA the attribute ``workspace_mb`` (default 512, assignable) limits the memory of a training
-    step besides the gradients, in MB of logits that exist at once. On the CPU these take a few MB.
+    step in MB: the logits that exist at once and the float32 gradients of table and input. If these
+    gradients take more than half of it, it limits the logits alone. On the CPU logits take a few
+    MB.
 
     Shape:
         - input: [*, D], in the dtype of the table; under autocast, 16-bit inputs are accepted too.
