@@ -32,15 +32,16 @@ __global__ void take_ids_kernel(Id* out, Id* places, JoinedIds ids) {
   }
 }
 
-constexpr int kBlockThreads = 1024, kRounds = 16, kBlockIds = kBlockThreads * kRounds;
+constexpr int kBlockThreads = 512, kRounds = 18, kBlockIds = kBlockThreads * kRounds;
 constexpr int kDigitBits = 8, kDigits = 1 << kDigitBits;
 
 // Sorts up to kBlockIds ids in one block, with a pass per digit, least significant first. Each warp
 // takes consecutive ids, a lane one in each round. Dynamic shared memory: the ids and their
-// positions, which are read into registers before they are overwritten.
-template <typename Id>
+// positions, which are read into registers before they are overwritten. More rounds, and ids of
+// eight bytes, would need more registers than a thread has.
 __global__ void __launch_bounds__(kBlockThreads)
-    sort_ids_kernel(Id* sorted, Id* order, JoinedIds ids, int passes) {
+    sort_ids_kernel(int32_t* sorted, int32_t* order, JoinedIds ids, int passes) {
+  using Id = int32_t;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ int starts[kDigits * kBlockThreads / kWarp]; // [warps][kDigits]
   __shared__ int storage[kWarp];
@@ -138,12 +139,11 @@ int64_t block_sort_bytes() {
 }
 
 // Sorts in one block, or returns false if there are too many ids for it.
-template <typename Id>
 bool sort_in_block(const Tensor& sorted, const Tensor& order, const JoinedIds& ids, int64_t bits) {
-  const int64_t bytes = ids.count * int64_t(sizeof(Id) + sizeof(uint16_t)),
+  const int64_t bytes = ids.count * int64_t(sizeof(int32_t) + sizeof(uint16_t)),
                 most = block_sort_bytes();
-  if (ids.count > kBlockIds || bytes > most ||
-      cudaFuncSetAttribute(sort_ids_kernel<Id>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+  if (sorted.scalar_type() != at::kInt || ids.count > kBlockIds || bytes > most ||
+      cudaFuncSetAttribute(sort_ids_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            int(most)) != cudaSuccess) {
     (void)cudaGetLastError();
     return false;
@@ -152,8 +152,8 @@ bool sort_in_block(const Tensor& sorted, const Tensor& order, const JoinedIds& i
   const auto threads = unsigned(
       std::clamp<int64_t>((ids.count + 4 * kWarp - 1) / (4 * kWarp) * kWarp, kWarp, kBlockThreads));
   const int passes = int(bits + kDigitBits - 1) / kDigitBits;
-  sort_ids_kernel<Id><<<1, threads, size_t(bytes), c10::cuda::getCurrentCUDAStream()>>>(
-      sorted.mutable_data_ptr<Id>(), order.mutable_data_ptr<Id>(), ids, passes);
+  sort_ids_kernel<<<1, threads, size_t(bytes), c10::cuda::getCurrentCUDAStream()>>>(
+      sorted.mutable_data_ptr<int32_t>(), order.mutable_data_ptr<int32_t>(), ids, passes);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return true;
 }
@@ -165,7 +165,7 @@ void sort(Tensor& sorted, Tensor& order, const JoinedIds& ids, const at::TensorO
   const Tensor results = at::empty({2, count}, dtype);
   sorted = results.select(0, 0);
   order = results.select(0, 1);
-  if (count == 0 || sort_in_block<Id>(sorted, order, ids, bits)) {
+  if (count == 0 || sort_in_block(sorted, order, ids, bits)) {
     return;
   }
   const Tensor unsorted = at::empty({2, count}, dtype);

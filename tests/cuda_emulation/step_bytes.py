@@ -45,8 +45,8 @@ def terms_of(pairs: int, width: int = 16):
 
 @case
 def sorted_few_ids():
-    return Case(terms_of(16_384), "sort_ids_kernel", memory=16_384 * (8 + 4 + 4),
-                shape="16,384 ids of 100,000")
+    return Case(terms_of(9_216), "sort_ids_kernel", memory=9_216 * (8 + 4 + 4),
+                shape="9,216 ids of 100,000")
 
 
 @case

@@ -21,7 +21,7 @@ from host_cost import count_launches, sampled_step
      (lambda: xs.samplers.LogUniformSampler(100_000, 20, shared=False), 64, 16),
      (lambda: xs.samplers.LogUniformSampler(100_000, 20, shared=False), 800, 24)])
 def test_a_step_launches_little(make, queries, most):
-    """The sort of more than 16,384 ids takes 10 launches more than that of few. 512 shared samples
+    """The sort of more than 9,216 ids takes 10 launches more than that of few. 512 shared samples
     and 8,192 queries stay below that."""
     torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
     torch.ops.cuda_emulator.take_over()
