@@ -70,10 +70,8 @@ bool captures(const Stream& stream) {
 RegisterCaptureQuery::RegisterCaptureQuery(CaptureQuery query) { capture_query = query; }
 
 bool is_capturing(c10::Device device) {
-  if (device.is_cpu() && check::host_can_read()) {
-    return false;
-  }
-  if (const auto query = capture_query.load(); query != nullptr) {
+  const auto query = capture_query.load();
+  if (query != nullptr && (!device.is_cpu() || !check::host_can_read())) {
     return query(device);
   }
   return c10::impl::hasDeviceGuardImpl(device.type()) &&
