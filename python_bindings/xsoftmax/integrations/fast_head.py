@@ -91,9 +91,9 @@ class FastHead:
         with self._lock:
             if self._sums is None or not all(map(torch.equal, sums, self._sums)):
                 self._index, self._sums = None, sums
-                self._is_finite = all(bool(part.isfinite().all())
-                                      for part in (self.linear.weight, self.linear.bias)
-                                      if part is not None)
+                self._is_finite = all(
+                    bool(part.isfinite().all())
+                    for part in (self.linear.weight, self.linear.bias) if part is not None)
             return self._is_finite
 
     def _count(self, fast: int, dense: int, cells: int = 0) -> None:

@@ -98,8 +98,8 @@ def test_tokens_that_tie_are_those_of_the_dense_head():
     model = gpt2()
     with torch.no_grad():
         model.lm_head.weight[V // 2:] = model.lm_head.weight[:V // 2]
-    for options in dict(do_sample=False), dict(do_sample=True, top_k=3), dict(do_sample=True,
-                                                                              top_k=4):
+    for options in dict(do_sample=False), dict(do_sample=True,
+                                               top_k=3), dict(do_sample=True, top_k=4):
         want = made(model, **options)
         head = fast_head(model)
         assert torch.equal(made(model, **options), want)
