@@ -208,7 +208,9 @@ std::string checked_target(const std::string& path) {
   TORCH_CHECK_VALUE(holds_model(target),
                     "XRLinear: expected path as a new folder or one with a model, got ",
                     paths::quoted(target), ", which holds none");
-  for (const std::string& name : paths::names_in(target).value_or(std::vector<std::string>())) {
+  const auto names = paths::names_in(target);
+  TORCH_CHECK(names, "XRLinear: cannot read ", paths::quoted(target), ": ", system_error());
+  for (const std::string& name : *names) {
     TORCH_CHECK_VALUE(name == kFile || name == kNotes,
                       "XRLinear: expected path as a new folder or one with a model alone, got ",
                       paths::quoted(target), ", which holds ", paths::quoted(name), " as well");

@@ -41,21 +41,22 @@ constexpr int kDigitBits = 8, kDigits = 1 << kDigitBits;
 // eight bytes, would need more registers than a thread has.
 __global__ void __launch_bounds__(kBlockThreads)
     sort_ids_kernel(int32_t* sorted, int32_t* order, JoinedIds ids, int passes) {
-  using Id = int32_t;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ int starts[kDigits * kBlockThreads / kWarp]; // [warps][kDigits]
   __shared__ int storage[kWarp];
-  Id* const keys = reinterpret_cast<Id*>(shared);
+  int32_t* const keys = reinterpret_cast<int32_t*>(shared);
   uint16_t* const places = reinterpret_cast<uint16_t*>(keys + ids.count);
   const int count = int(ids.count), warps = int(blockDim.x) / kWarp,
             warp = int(threadIdx.x) / kWarp,
             rounds = (count + int(blockDim.x) - 1) / int(blockDim.x);
   const int begin = warp * rounds * kWarp, end = std::min(count, begin + rounds * kWarp);
   int* const mine = starts + warp * kDigits;
-  Id key[kRounds];
+  int32_t key[kRounds];
   int to[kRounds]; // first the rank among the equal digits of the warp, then the new position
   for (int pass = 0; pass < passes; ++pass) {
-    const auto digit_of = [&](Id id) { return int(id >> (pass * kDigitBits)) & (kDigits - 1); };
+    const auto digit_of = [&](int32_t id) {
+      return int(id >> (pass * kDigitBits)) & (kDigits - 1);
+    };
     for (int digit = lane(); digit < kDigits; digit += kWarp) {
       mine[digit] = 0;
     }
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 #pragma unroll
     for (int k = 0; k < kRounds; ++k) {
       const int i = begin + k * kWarp + lane();
-      key[k] = i >= end ? Id(0) : pass > 0 ? keys[i] : Id(ids[i]);
+      key[k] = i >= end ? int32_t(0) : pass > 0 ? keys[i] : int32_t(ids[i]);
     }
 #pragma unroll
     for (int k = 0; k < kRounds; ++k) {
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 #pragma unroll
     for (int k = 0; k < kRounds; ++k) { // key is not needed any more
       const int i = begin + k * kWarp + lane();
-      key[k] = i >= end ? Id(0) : Id(pass > 0 ? int(places[i]) : i);
+      key[k] = i >= end ? int32_t(0) : int32_t(pass > 0 ? int(places[i]) : i);
     }
     __syncthreads();
 #pragma unroll
@@ -124,35 +125,28 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
   for (int i = int(threadIdx.x); i < count; i += int(blockDim.x)) {
     sorted[i] = keys[i];
-    order[i] = Id(places[i]);
+    order[i] = int32_t(places[i]);
   }
 }
 
-// Returns the limit of dynamic shared memory of sort_ids_kernel: what the device has, without the
-// variables of the kernel and what CUDA reserves.
-int64_t block_sort_bytes() {
-  int device = 0, bytes = 0;
-  C10_CUDA_CHECK(cudaGetDevice(&device));
-  C10_CUDA_CHECK(
-      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-  return std::max(0, bytes - 1024 - int(sizeof(int)) * (kDigits * kBlockThreads / kWarp + kWarp));
-}
-
-// Sorts in one block, or returns false if there are too many ids for it.
+// Sorts in one block, or returns false if there are too many ids for it, or a block of this device
+// has too little shared memory.
 bool sort_in_block(const Tensor& sorted, const Tensor& order, const JoinedIds& ids, int64_t bits) {
-  const int64_t bytes = ids.count * int64_t(sizeof(int32_t) + sizeof(uint16_t)),
-                most = block_sort_bytes();
-  if (sorted.scalar_type() != at::kInt || ids.count > kBlockIds || bytes > most ||
-      cudaFuncSetAttribute(sort_ids_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           int(most)) != cudaSuccess) {
-    (void)cudaGetLastError();
+  constexpr int kIdBytes = sizeof(int32_t) + sizeof(uint16_t);
+  if (sorted.scalar_type() != at::kInt || ids.count > kBlockIds) {
+    return false;
+  }
+  // Always for the most ids: another thread may set it between this call and the launch.
+  if (cudaFuncSetAttribute(sort_ids_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           kBlockIds * kIdBytes) != cudaSuccess) {
+    (void)cudaGetLastError(); // the next check of a launch must not report it
     return false;
   }
   // Few ids need few warps: sums over the counts of all warps take longer than four rounds.
   const auto threads = unsigned(
       std::clamp<int64_t>((ids.count + 4 * kWarp - 1) / (4 * kWarp) * kWarp, kWarp, kBlockThreads));
   const int passes = int(bits + kDigitBits - 1) / kDigitBits;
-  sort_ids_kernel<<<1, threads, size_t(bytes), c10::cuda::getCurrentCUDAStream()>>>(
+  sort_ids_kernel<<<1, threads, size_t(ids.count) * kIdBytes, c10::cuda::getCurrentCUDAStream()>>>(
       sorted.mutable_data_ptr<int32_t>(), order.mutable_data_ptr<int32_t>(), ids, passes);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return true;
@@ -187,8 +181,11 @@ SortedIds::SortedIds(const Tensor& first_ids, int64_t last, const Tensor& second
                       first.numel(), first.numel() + second.numel(), last};
   // A radix sort makes one pass over all keys and values per byte of a key.
   constexpr int64_t kMaxNarrow = std::numeric_limits<int32_t>::max();
-  last <= kMaxNarrow&& ids.count <= kMaxNarrow ? sort<int32_t>(sorted, order, ids, first.options())
-                                               : sort<int64_t>(sorted, order, ids, first.options());
+  if (last <= kMaxNarrow && ids.count <= kMaxNarrow) {
+    sort<int32_t>(sorted, order, ids, first.options());
+  } else {
+    sort<int64_t>(sorted, order, ids, first.options());
+  }
 }
 
 } // namespace xsoftmax::cuda

@@ -83,7 +83,7 @@ struct LossOptions {
   double softcap = 0.0; ///< above 0, or 0 for logits of logit_scale * linear(input)
   /// Adds z_loss * (log normaliser)^2 to the loss of each query; in train(), an estimate of it.
   double z_loss = 0.0;
-  /// MB of logits that exist at once on CUDA in a step of the exact loss
+  /// memory of a step of the exact loss on CUDA, in MB; see CrossEntropyOptions
   int64_t workspace_mb = 512;
   /// how the losses of multiple positives are reduced, for target [*, T]; see PositivesOptions
   std::string positives = "mean";

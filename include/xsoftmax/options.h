@@ -104,7 +104,8 @@ struct LogitOptions {
 struct CrossEntropyOptions : ReductionOptions, LogitOptions {
   double label_smoothing = 0.0; ///< in [0, 1]
   double z_loss = 0.0; ///< at least 0; adds z_loss * (log normaliser)^2 to the loss of each query
-  /// at least 1; MB of logits and their gradients that exist at once on CUDA
+  /// at least 1; MB on CUDA for the logits that exist at once, their gradients, and the float32
+  /// gradients of table and input, which do not count if they take more than half of it
   int64_t workspace_mb = 512;
 
   template <typename Visitor>

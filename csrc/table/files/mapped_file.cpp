@@ -135,6 +135,8 @@ void MappedFile::map(const char* op) {
 std::shared_ptr<MappedFile> MappedFile::create(const char* op, const std::string& path_argument,
                                                MappedHeader header) {
   check_path(op, path_argument);
+  // Optimizer state is stored next to the file, even if the working directory changes later or the
+  // file was opened through a link.
   const std::string path = paths::canonical(path_argument);
   uint64_t total = kPage;
   for (const MappedTensor& tensor : header.tensors) {

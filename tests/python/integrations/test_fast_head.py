@@ -233,9 +233,11 @@ def test_calls_outside_of_generate_and_hidden_states_that_are_not_finite():
     assert head.fast_steps == 0 and head.dense_steps == 2 * PROMPT.numel() + 24
 
 
-@pytest.mark.parametrize("width", [D, 5], ids=["eight bytes", "an odd number"])
-def test_sums_of_rows_notice_any_row(width):
+@pytest.mark.parametrize("width, begin", [(D, 0), (5, 0), (D, 1)],
+                         ids=["eight bytes", "an odd number", "a part of a buffer"])
+def test_sums_of_rows_notice_any_row(width, begin):
     linear = torch.nn.Linear(width, V)
+    linear.weight.data = torch.randn(begin + V * width)[begin:].view(V, width)
     for tensor in linear.weight, linear.bias:
         sums = _sums_of(linear)
         assert all(map(torch.equal, _sums_of(linear), sums))
