@@ -2,10 +2,12 @@
 model that is trained first: greedy, and samples of the whole softmax.
 
     python benchmarks/decode.py [--data PATH] [--minutes 5] [--width 512] [--layers 2]
+                                [--intermediate 2048] [--byte-pairs 131072] [--bfloat16]
                                 [--tokens 2000] [--batches 1 8 64] [--threads 1] [--json [FILE]]
 
-The model is trained on words with a sampled softmax for --minutes; 0: its weights are random. The
-default text is the source of Python's standard library. Each batch continues as many windows of the
+The model is trained on words, or on --byte-pairs of a tokenizer trained on the text, with a sampled
+softmax for --minutes, with products in bfloat16 if --bfloat16 is given; 0: its weights are random.
+It decodes in float32. The default text is the source of Python's standard library. Each batch continues as many windows of the
 validation text by --tokens tokens in total. Decoding with each head takes turns. The time of the
 head alone is that of all its calls in one decoding. Samples start from the same random state. The
 draft head (xs.draft_head) finds 8 likely tokens of one hidden state at a time; its recall is that
@@ -28,7 +30,7 @@ from timing import interleave
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 
-from examples.language_model.data import Corpus, load_corpus
+from examples.gpt.data import Text, load_byte_pairs, load_words
 from xsoftmax.integrations.transformers import fast_head, replace_head, restore_head
 
 CONTEXT, WINDOWS, PROMPT = 64, 32, 32
@@ -38,13 +40,13 @@ def make_model(args: argparse.Namespace, words: int) -> transformers.LlamaForCau
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(vocab_size=words, hidden_size=args.width,
-                                 intermediate_size=4 * args.width, num_hidden_layers=args.layers,
+                                 intermediate_size=args.intermediate or 4 * args.width, num_hidden_layers=args.layers,
                                  num_attention_heads=8, max_position_embeddings=4096,
                                  bos_token_id=None, eos_token_id=None, pad_token_id=0))
 
 
-def train(model: transformers.LlamaForCausalLM, corpus: Corpus,
-          seconds: float) -> tuple[int, float]:
+def train(model: transformers.LlamaForCausalLM, corpus: Text,
+          seconds: float, bfloat16: bool) -> tuple[int, float]:
     """Returns the number of steps, and the exact loss per token on the validation text."""
     model.model.embed_tokens.sparse = True  # only the rows of a batch have a gradient
     loss = replace_head(model, xs.SampledSoftmaxLoss, sampler="log_uniform", num_samples=2048)
@@ -53,7 +55,9 @@ def train(model: transformers.LlamaForCausalLM, corpus: Corpus,
     while time.monotonic() < end:
         begin = torch.randint(len(corpus.train) - CONTEXT, (WINDOWS, 1))
         ids = corpus.train[begin + torch.arange(CONTEXT)]
-        model(ids, labels=ids).loss.backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            value = model(ids, labels=ids).loss
+        value.backward()
         xs.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -68,7 +72,7 @@ def train(model: transformers.LlamaForCausalLM, corpus: Corpus,
     return steps, value
 
 
-def measure(model: transformers.LlamaForCausalLM, corpus: Corpus, batch: int, tokens: int,
+def measure(model: transformers.LlamaForCausalLM, corpus: Text, batch: int, tokens: int,
             sample: bool) -> dict:
     begin = torch.arange(batch) * (len(corpus.valid) - PROMPT) // batch
     prompt = corpus.valid[begin[:, None] + torch.arange(PROMPT)]
@@ -113,7 +117,7 @@ def measure(model: transformers.LlamaForCausalLM, corpus: Corpus, batch: int, to
 
 
 @torch.no_grad()
-def measure_draft(model: transformers.LlamaForCausalLM, corpus: Corpus) -> dict:
+def measure_draft(model: transformers.LlamaForCausalLM, corpus: Text) -> dict:
     ids = corpus.valid[:len(corpus.valid) // CONTEXT * CONTEXT].view(-1, CONTEXT)[:64]
     hidden = model.model(ids)[0].flatten(0, 1)
     hidden = hidden[torch.randperm(len(hidden))]
@@ -136,6 +140,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--intermediate", type=int, help="4 times the width, if not given")
+    parser.add_argument("--byte-pairs", type=int, help="the size of the vocabulary")
+    parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--threads", type=int, default=1)
@@ -143,9 +150,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
-    corpus = load_corpus(args.data, max_tokens=5_000_000)
-    model = make_model(args, len(corpus.words))
-    steps, value = train(model, corpus, 60 * args.minutes) if args.minutes > 0 else (0, None)
+    corpus = (load_byte_pairs(args.data, args.byte_pairs, None, 5_000_000) if args.byte_pairs else
+              load_words(args.data, 2, 5_000_000))
+    model = make_model(args, corpus.num_tokens)
+    steps, value = train(model, corpus, 60 * args.minutes,
+                         args.bfloat16) if args.minutes > 0 else (0, None)
     model.eval()
     results = [
         measure(model, corpus, batch, args.tokens, sample) for sample in (False, True)
@@ -168,10 +177,10 @@ def main() -> None:
         against="the model's own head, nn.Linear", tables=[
             table(rows, columns=list(rows[0])),
             table([{
-                "words": f"{len(corpus.words):,}", "width": args.width, "steps": steps,
+                corpus.unit: f"{corpus.num_tokens:,}", "width": args.width, "steps": steps,
                 "validation loss": "untrained" if value is None else f"{value:.3f}",
                 "index": f"{results[0]['index']:.1f} s"
-            }], columns=["words", "width", "steps", "validation loss", "index"]),
+            }], columns=[corpus.unit, "width", "steps", "validation loss", "index"]),
             table([{
                 "draft head / lm_head(state).topk(8)": f"{draft['ratio']:.3f}",
                 "time": f"{1e3 * draft['draft']:.3f} ms",
