@@ -119,8 +119,8 @@ STUDIES = {
               ("benchmarks/sampler_distance.py --data {ptb} --out {out} --untrained",)),
          Part("trained", 20,
               ("benchmarks/sampler_distance.py --data {ptb} --out {out} --epochs {e:4}",)))),
-    "midx_learnable": Study(f"{MIDX}, Table 5", "Do learned codebooks help?",
-                            (Part("ptb", 200, (LANGUAGE + "learnable" + TUNED,)),)),
+    "midx_learnable": Study(f"{MIDX}, Table 5, Figure 3", "Do learned codebooks help?",
+                            (Part("ptb", 360, (LANGUAGE + "learnable" + TUNED,)),)),
     "midx_ablation": Study(
         f"{MIDX}, Table 1, Figures 3, 6 and 7",
         "How do codewords, samples and refreshes change quality, and what does a sample cost?",

@@ -102,13 +102,15 @@ ROUTED = {"exact": EXACT, "60 of 100 subsets": cane("routed", 60)} | {
          for count in (10, 100)
      }
 
-# Learned codebooks, with 20 private samples (Chen et al., 2025, Table 5).
+# Learned codebooks, with 20 private samples (Chen et al., 2025, Table 5, Figure 3). A later option
+# replaces MIDX's.
 LEARNABLE = {"exact": EXACT} | {
-    f"20 private {kind}": sampled(kind, "20", 0, *RANKING)
+    f"20 private {kind}{shown}": [*sampled(kind, "20", 0, *RANKING), *more]
+    for shown, more in (("", ()), (", 8 codewords", ("--codewords", "8")))
     for kind in ("midx_pq", "midx_learnable_pq", "midx", "midx_learnable")
 }
 
-# Codewords, samples and refreshes (the same, Figures 3 and 7). A later option replaces MIDX's.
+# Codewords, samples and refreshes (the same, Figures 3 and 7).
 PRIVATE = {
     kind: ("--private",) if kind in ("uniform", "unigram") else ()
     for kind in ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx")
