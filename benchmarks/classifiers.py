@@ -122,9 +122,9 @@ def write_aloi_like(path: Path, classes: int = 1000, views: int = 108, seed: int
     with open(path, "w") as file:
         for label in random.permutation(classes):
             base = random.dirichlet(numpy.full(128, 0.1))
-            ways = 0.05 * random.standard_normal((2, 128)) * base**0.5
+            ways = 0.4 * random.standard_normal((2, 128)) * base**0.5
             rows = base + random.standard_normal((views, 2)) @ ways
-            rows = numpy.clip(rows + 0.01 * random.standard_normal(rows.shape), 0, None)
+            rows = numpy.clip(rows + 0.045 * random.standard_normal(rows.shape), 0, None)
             for row in rows:
                 used = row.nonzero()[0]
                 file.write(f"{label} " + " ".join(f"{i + 1}:{row[i]:.5g}" for i in used) + "\n")

@@ -333,7 +333,8 @@ def read_checkpoint(path: Path, option: str) -> tuple[dict, int, dict[str, dict]
         return checkpoint["arguments"], checkpoint["fingerprint"], checkpoint["runs"]
     except Exception as error:  # torch.load raises many types for other files
         raise UsageError(
-            f"{option}: {path} is not a checkpoint of this program ({error})") from error
+            f"{option}: {path} is not a checkpoint of this program ({type(error).__name__}: "
+            f"{error})") from error
 
 
 def load_checkpoint(path: Path, fingerprint: int, args: argparse.Namespace,

@@ -29,7 +29,7 @@ class Arguments {
       } else if (flags.count(word.substr(2)) != 0) {
         given_.insert(word.substr(2));
       } else if (i + 1 == argc) {
-        throw UsageError(word + " needs a value");
+        throw UsageError(word + ": expected an option of this program, and a value after it");
       } else {
         values_[word.substr(2)] = argv[++i];
       }

@@ -47,8 +47,12 @@ def load_byte_pairs(path: str | None, num_tokens: int, tokenizer: Path | None,
         raise DataError(
             f"--tokens byte_pairs: expected the package tokenizers ({error})") from error
     name, _, texts = find_texts(path)
-    if tokenizer is not None and tokenizer.is_file():
-        coder = Tokenizer.from_file(str(tokenizer))
+    if tokenizer is not None and tokenizer.exists():
+        try:
+            coder = Tokenizer.from_file(str(tokenizer))
+        except Exception as error:  # the package raises no narrower type
+            raise DataError(f"--tokenizer: expected a file of the package tokenizers, got "
+                            f"{tokenizer} ({error})") from error
     else:
         trained = ByteLevelBPETokenizer()
         trained.train_from_iterator(pieces(texts.get("train", texts.get("all"))), num_tokens,

@@ -110,8 +110,11 @@ def build_layer(args: argparse.Namespace, name: str, counts: Tensor, width: int)
     if name == "sampled":
         sampler = xs.samplers.UnigramSampler(counts.clamp(min=1), args.samples, power=args.power)
     else:
-        sampler = xs.samplers.MidxSampler(num_tokens, width, args.midx_samples,
-                                          codewords=args.codewords,
-                                          refresh_every=args.refresh_every)
+        try:
+            sampler = xs.samplers.MidxSampler(num_tokens, width, args.midx_samples,
+                                              codewords=args.codewords,
+                                              refresh_every=args.refresh_every)
+        except ValueError as error:  # an option outside the range that the sampler supports
+            raise UsageError(f"--loss {name}: {error}") from error
     return xs.SampledSoftmaxLoss(width, num_tokens, sampler=sampler,
                                  head_classes=counts.topk(head).indices, **options)

@@ -45,8 +45,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     text.add_argument("--min-count", type=positive(int), default=2, help="words: rarer ones become "
                       "<unk> (default: %(default)s)")
     text.add_argument(
-        "--vocabulary", type=positive(int), default=32768, help="byte pairs: the size "
-        "of a tokenizer that is trained (default: %(default)s)")
+        "--vocabulary", type=positive(int, 256), default=32768, help="byte pairs: the largest "
+        "size of a tokenizer that is trained (default: %(default)s)")
     text.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="byte pairs: a tokenizer.json; "
         "if it does not exist, one is trained and written there")
@@ -110,6 +110,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add_ranks_arguments(parser, classes="tokens")
     add_file_arguments(parser, "out/gpt")
     args = parser.parse_args(argv)
+    if args.tokenizer is not None and args.tokens != "byte_pairs":
+        parser.error(f"--tokenizer: expected --tokens byte_pairs, got {args.tokens}")
     if args.max_minutes is None and args.epochs == parser.get_default("epochs"):
         args.max_minutes = 5.0
     complete(parser, args)

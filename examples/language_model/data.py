@@ -111,8 +111,8 @@ def split_files(files: list[Path], root: Path, every: int) -> dict[str, list[Pat
     """Assigns one in `every` files to validation and one to test, in a pseudorandom order given by
     a hash of their names."""
     if len(files) < every:
-        raise DataError(f"{root} holds {len(files)} texts, too few to learn from: expected at "
-                        f"least {every}; name a text with --data")
+        raise DataError(f"--data: expected one text, or a folder of at least {every}, got {root} "
+                        f"with {len(files)}")
     files = sorted(files, key=lambda file:
                    (zlib.crc32(file.relative_to(root).as_posix().encode()), file))
     part = {0: "valid", 1: "test"}

@@ -91,7 +91,8 @@ def draft_head(lm_head: nn.Linear, hidden: Tensor, k: int = 8, recall: float = 0
     ``draft.best_recall`` how often the best token was.
 
     The weights are shared. When they have changed, the next call builds a new index and measures
-    again. There is no gradient.
+    again. It does not notice writes through ``.data``, NumPy or ``torch.from_dlpack``, which
+    PyTorch does not count: create a new draft head after them. There is no gradient.
 
     Args:
         lm_head: the output layer of the draft model, nn.Linear from D to N.
@@ -121,6 +122,8 @@ def draft_head(lm_head: nn.Linear, hidden: Tensor, k: int = 8, recall: float = 0
                          f"{len(hidden)}")
     if not hidden.isfinite().all():
         raise ValueError(f"{name}: expected hidden with finite values, got others")
+    if lm_head.out_features == 0:
+        raise ValueError(f"{name}: expected lm_head with at least one token, got none")
     check_count(name, "k", k, 1)
     if k > lm_head.out_features:
         raise ValueError(f"{name}: expected k of at most {lm_head.out_features}, the number of "

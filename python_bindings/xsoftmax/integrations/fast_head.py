@@ -1,6 +1,7 @@
 """Generation that reads only a part of the head of a Transformers model."""
 
 import functools
+import math
 import threading
 import warnings
 from typing import Any, Callable, Dict, List, Optional, Tuple, Type
@@ -11,7 +12,7 @@ from transformers.generation import GenerationMixin, logits_process
 
 from .._core.checks import check_count
 from ..retrieval import SearchIndex
-from .heads import find_bias
+from .heads import find_bias, read_transform
 from .logits import UnsupportedHeadError
 
 # Processors that remove the tokens that end a text.
@@ -21,6 +22,7 @@ _SHORT = (torch.bfloat16, torch.float16)
 _MARGIN, _SHORT_MARGIN = 1, 8  # extra tokens that show ties; 16-bit logits are often equal
 _STATES = 512  # hidden states after which the index is built again for them
 _NUCLEUS = 256  # tokens among which a sample is proved to be in top_p
+_LARGEST = 2.0**100  # that a search index allows
 
 
 class _Call:
@@ -29,6 +31,7 @@ class _Call:
     Attributes:
         wanted, depth: the numbers of best tokens that a step needs, and searches for.
         temperature, top_p: of a sample from all tokens; wanted is then 0.
+        scale, cap: what the model does to the logits, if :meth:`FastHead.check` found that it does.
         is_checked: whether :meth:`FastHead.check` was called; all tokens are scored until then.
         first_logits: the last logits before the check.
     """
@@ -36,6 +39,7 @@ class _Call:
                  top_p: float = 1.0) -> None:
         self.wanted, self.depth, self.is_checked = wanted, depth, False
         self.temperature, self.top_p = temperature, top_p
+        self.scale, self.cap = 1.0, math.inf
         self.first_logits: Optional[Tensor] = None
 
 
@@ -52,13 +56,13 @@ class FastHead:
             ``fast_steps * num_cells``.
         num_cells: the number of cells of the index.
     """
-    def __init__(self, linear: nn.Linear, k: int) -> None:
-        self.linear, self.k = linear, k
+    def __init__(self, linear: nn.Linear, k: int, scale: float, cap: float) -> None:
+        self.linear, self.k, self.transform = linear, k, (scale, cap)
         self.fast_steps = self.dense_steps = self.cells_read = self.num_cells = 0
         self._calls: Dict[int, _Call] = {}  # by thread
         self._index: Optional[SearchIndex] = None
         self._sums: Optional[List[Tensor]] = None  # of the table, when it was last compared
-        self._is_finite = True
+        self._is_moderate = True
         self._states: List[Tensor] = []  # the first hidden states since the index was built
         self._num_states = 0
         self._lock = threading.RLock()  # of the index, the states and the counts
@@ -85,16 +89,22 @@ class FastHead:
             return self._index
 
     def _is_searchable(self) -> bool:
-        """Returns whether all weights are finite. Notices writes that PyTorch does not count, such
-        as those through ``.data``."""
+        """Returns whether an index can be built: all weights are finite and not huge. Notices
+        writes that PyTorch does not count, such as those through ``.data``."""
         sums = _sums_of(self.linear)
         with self._lock:
             if self._sums is None or not all(map(torch.equal, sums, self._sums)):
                 self._index, self._sums = None, sums
-                self._is_finite = all(
-                    bool(part.isfinite().all())
+                self._is_moderate = all(
+                    bool((part.abs() < _LARGEST).all())
                     for part in (self.linear.weight, self.linear.bias) if part is not None)
-            return self._is_finite
+            return self._is_moderate
+
+    def _is_cast(self) -> bool:
+        """Returns whether autocast rounds the weights to other values than those of the index."""
+        device = self.linear.weight.device.type
+        return torch.is_autocast_enabled(device) and (torch.get_autocast_dtype(device)
+                                                      != self.linear.weight.dtype)
 
     def _count(self, fast: int, dense: int, cells: int = 0) -> None:
         with self._lock:
@@ -128,7 +138,7 @@ class FastHead:
         """Returns the logits [Q, N] of the best tokens, or None if the step needs others too."""
         is_step = hidden.dim() < 3 or hidden.shape[-2] == 1
         if not call.is_checked or call.depth >= self.linear.out_features or not is_step or (
-                torch.is_grad_enabled() and hidden.requires_grad):
+                torch.is_grad_enabled() and hidden.requires_grad) or self._is_cast():
             return None
         if call.wanted == 0:
             # Noise for all tokens is cheaper than their scores for few queries, or long ones.
@@ -143,8 +153,12 @@ class FastHead:
         bias = None if self.linear.bias is None else self.linear.bias.index_select(0, ids)
         scores = nn.functional.linear(queries, self.linear.weight.index_select(0, ids), bias)
         if call.depth > call.wanted:  # another token may equal the last one that is needed
-            best = scores.topk(call.depth, sorted=True).values
-            if (best[:, -1] >= best[:, call.wanted - 1]).any():
+            best = _transformed(scores.topk(call.depth, sorted=True).values, call.scale, call.cap)
+            last, next_one = best[:, call.wanted - 1], best[:, -1]
+            # The model may compute a scale and a cap in another order.
+            rounding = 0.0 if call.scale == 1 and math.isinf(call.cap) else 8 * torch.finfo(
+                best.dtype).eps
+            if (next_one >= last - rounding * last.abs()).any():
                 return None
         self._count(len(queries), 0, int(found.cells_read.sum()))
         logits = scores.new_full((len(queries), self.linear.out_features), -torch.inf)
@@ -157,9 +171,8 @@ class FastHead:
         torch.multinomial divides the probabilities by exponential noise, and takes the largest.
         With the same noise, that token has the largest sum of its logit and Gumbel noise.
         """
-        # The noise of several calls would be the same, and they would depend on each other. Under
-        # autocast, the model draws from rounded logits.
-        if len(self._calls) > 1 or torch.is_autocast_enabled("cpu"):
+        # The noise of several calls would be the same, and they would depend on each other.
+        if len(self._calls) > 1:
             return None
         index = self.index()
         generator = torch.Generator("cpu")
@@ -191,9 +204,9 @@ class FastHead:
 
     def check(self, scores: Tensor) -> None:
         """Compares the first logits of a call with those that the model returned, [Q, N]. A model
-        may scale or cap its logits. If it changes their order, or, for a sample from all tokens,
-        their values, all tokens are scored; in 16 bits too, where capped values are equal more
-        often."""
+        may scale or cap its logits, as its configuration says. If it changes them in another way,
+        all tokens are scored; for a sample from all tokens, and in 16 bits, where capped values are
+        equal more often, also if it changes them at all."""
         call = self._calls.get(threading.get_ident())
         if call is None or call.is_checked or call.first_logits is None:
             return
@@ -202,9 +215,12 @@ class FastHead:
         if scores.shape == logits.shape:
             if torch.equal(scores, logits):
                 return
-            order = logits.argsort(1)
-            if call.wanted > 0 and self.linear.weight.dtype not in _SHORT and not (scores.gather(
-                    1, order).diff(dim=1) < 0).any():
+            scale, cap = self.transform
+            if call.wanted > 0 and self.linear.weight.dtype not in _SHORT and (
+                    scale > 0 and torch.allclose(scores, _transformed(logits, scale, cap))):
+                # Scaled or capped, different logits may be equal.
+                call.scale, call.cap = scale, cap
+                call.depth = max(call.depth, call.wanted + _MARGIN)
                 return
         self.end_call()
         warnings.warn(
@@ -228,6 +244,8 @@ class FastHead:
         wanted, temperature, top_p, has_ends = 1, 1.0, 1.0, False
         for processor in processors:
             kind = type(processor)
+            if getattr(processor, "filter_value", -math.inf) != -math.inf:
+                return None  # tokens that it removes may still be drawn
             if kind is logits_process.TopKLogitsWarper and top_p == 1:
                 # Processors that follow see the same -inf as with all logits.
                 wanted += processor.top_k - 1
@@ -264,32 +282,58 @@ class _Check(logits_process.LogitsProcessor):
         return scores
 
 
+def _transformed(logits: Tensor, scale: float, cap: float) -> Tensor:
+    logits = logits if scale == 1 else logits * scale
+    return logits if math.isinf(cap) else (logits / cap).tanh() * cap
+
+
 def _sums_of(linear: nn.Linear) -> List[Tensor]:
-    """Returns a sum of the bits of each row, and a copy of the bias, to notice changes: in less
-    than the time of one hidden state's logits if all rows begin at a multiple of eight bytes."""
-    bits = linear.weight.detach().contiguous()
+    """Returns a sum of the bits of each row, its product with a random vector, and a copy of the
+    bias, to notice changes. The sum shows any change of a single number, and the product the
+    changes that leave a sum of bits as it is: other orders and signs. Together they take about the
+    time of the logits of one or two hidden states."""
+    weight = linear.weight.detach().contiguous()
     sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    is_wide = all(place * bits.itemsize % 8 == 0
-                  for place in (bits.shape[1], bits.storage_offset()))
-    sums = bits.view(torch.int64 if is_wide else sizes[bits.itemsize]).sum(1)
-    return [sums] if linear.bias is None else [sums, linear.bias.detach().clone()]
+    is_wide = all(place * weight.itemsize % 8 == 0
+                  for place in (weight.shape[1], weight.storage_offset()))
+    sums = weight.view(torch.int64 if is_wide else sizes[weight.itemsize]).sum(1)
+    random = torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(0))
+    with torch.autocast(weight.device.type, enabled=False):
+        products = nn.functional.linear(random.to(weight), weight)
+    # As bits, so that NaN equals NaN.
+    found = [sums, products.view(sizes[weight.itemsize])]
+    return found if linear.bias is None else [*found, linear.bias.detach().clone()]
 
 
-class _FastLinear:
+def _blank(mixin: Any, base: Any) -> Any:
+    derived = _derive(mixin, base)
+    return derived.__new__(derived)
+
+
+class _Derived:
+    """A base of the mixins below, whose classes are made by :func:`_derive`."""
+
+    _slow_class: Type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Lets the module be pickled, although no other process knows its class."""
+        _, _, *state = super().__reduce_ex__(protocol)  # type: ignore[misc]
+        return (_blank, (type(self).__mro__[1], self._slow_class), *state)
+
+
+class _FastLinear(_Derived):
     """Mixin that lets a FastHead answer; :func:`_derive` derives from both."""
 
     _fast_head: FastHead
-    _slow_class: Type[nn.Module]
 
     def forward(self, input: Tensor) -> Tensor:
         return self._fast_head.answer(input, super().forward)  # type: ignore[misc]
 
 
-class _FastModel:
+class _FastModel(_Derived):
     """Mixin for greedy decoding and sampling; :func:`_derive` derives from both."""
 
     _fast_head: FastHead
-    _slow_class: Type[nn.Module]
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         """The loop of these two modes in ``generate``. Other modes do not call it."""
@@ -328,27 +372,29 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
     A sample from all tokens is the one with the largest sum of logit and Gumbel noise, and is found
     in the same way. The tokens, and with the same random state the samples, are those of the
     unchanged model, except where scores differ by less than the rounding of its head. A step whose
-    ``top_k``-th score occurs twice scores all tokens.
+    ``top_k``-th score occurs twice scores all tokens, and so does a greedy one if the model caps
+    its logits and the best ones are equal.
 
     - Greedy decoding, and sampling with ``top_k`` of at most k, use the index; temperature,
       ``top_p``, ``min_p`` and others that Transformers applies after ``top_k``, and a minimum
       length, included.
     - Sampling without ``top_k`` (``top_k=0``) uses it on a CPU in float32, with temperature and
       ``top_p``, for a few sequences at once: as many as a 64th of the hidden width, any number from
-      a width of 1,024. A step scores all tokens under autocast, beside another call of
-      ``generate()``, and if a sample is not proved to be in ``top_p``.
+      a width of 1,024. A step scores all tokens beside another call of ``generate()``, and if a
+      sample is not proved to be in ``top_p``.
     - Beams, assisted and custom generation, penalties, banned and forced tokens, custom logits
       processors, compiled models, and ``output_scores`` or ``output_logits`` need the scores of
-      other tokens; then all are scored, as without this call.
+      other tokens; then all are scored, as without this call, and also under autocast, which rounds
+      the weights.
     - Calls of the model outside of ``generate()`` are as before. A stopping criterion or streamer
       that calls the model inside of it receives the logits of the best tokens only.
-    - The first step of a call scores all tokens and checks that the model keeps the order of its
-      head's logits, as scales and caps do; in 16 bits and without ``top_k``, their values.
-      Otherwise a warning says so, and all are scored.
+    - The first step of a call scores all tokens and checks that the model returns its head's
+      logits, or scales and caps them as its configuration says; in 16 bits and without ``top_k``,
+      their values. Otherwise a warning says so, and all are scored.
     - The index is built in the first call, a second time after 512 hidden states, since it is
       faster for states like those that it knows, and again after the weights have changed. While
-      one of them is not finite, all tokens are scored.
-    - Call :func:`slow_head` before pickling the model; ``save_pretrained`` works.
+      one of them is not finite or above 2^100, all tokens are scored.
+    - A fast model can be copied and pickled. ``save_pretrained`` saves a plain one.
 
     How much it saves depends on the weights: see ``head.cells_read`` and :doc:`/howto/retrieval`.
 
@@ -385,7 +431,8 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
     if find_bias(model, name, linear) is not None:
         raise UnsupportedHeadError(f"{owner}: expected a head that no bias follows, got one with a "
                                    "bias after it")
-    head = FastHead(linear, k)
+    transform = read_transform(model.config)
+    head = FastHead(linear, k, transform.get("logit_scale", 1.0), transform.get("softcap", math.inf))
     parts: List[Tuple[Any, Any]] = [(linear, _FastLinear), (model, _FastModel)]
     for module, mixin in parts:
         object.__setattr__(module, "_fast_head", head)

@@ -197,13 +197,17 @@ def restore_head(model: nn.Module, loss: LinearLoss) -> nn.Linear:
         The model's Linear.
 
     Raises:
-        ValueError: the loss belongs to another model, or the model's head is not replaced.
+        ValueError: the loss belongs to another model, the model's head is not replaced, or it is
+            fast: call slow_head first.
     """
     base = _base_model(model)
     head = getattr(base, "_xsoftmax_head", None)
     if head is None or head.loss is not loss and head.loss.linear is not loss.linear:
         raise ValueError("restore_head: expected the loss that replace_head gave for this "
                          f"{type(base).__name__}, got another {type(loss).__name__}")
+    if hasattr(base, "_fast_head"):
+        raise ValueError("restore_head: expected a model whose head is not fast, got one of "
+                         "fast_head: call slow_head first")
     loss.catch_up()
     head.remove()
     base.__class__ = base._base_class

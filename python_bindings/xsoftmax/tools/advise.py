@@ -118,8 +118,10 @@ def _check(loss: LinearLoss, seconds: float, counts: Optional[Tensor],
                         "with others, advise on xs.LinearCrossEntropyLoss.from_linear(linear) "
                         "with the vectors of all items as linear.weight")
     if not isinstance(loss, LinearLoss):
+        hint = ": pass xs.LinearCrossEntropyLoss.from_linear(linear)" if isinstance(
+            loss, torch.nn.Linear) else ""
         raise TypeError("advise: expected a SampledSoftmaxLoss, LinearCrossEntropyLoss or "
-                        f"CaneLoss, got {type(loss).__name__}")
+                        f"CaneLoss, got {type(loss).__name__}{hint}")
     for name, value, least in (("seconds", seconds, 0.0), ("model_ms", model_ms, -1e-300),
                                ("budget_ms", budget_ms, 0.0)):
         if value is None and name == "budget_ms":

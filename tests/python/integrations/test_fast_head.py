@@ -1,6 +1,7 @@
 """fast_head: generation through an index gives the tokens of the dense head."""
 
 import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -57,6 +58,8 @@ DENSE = [
     dict(do_sample=False,
          custom_generate=lambda model, input_ids, **options: model(input_ids[:, -1:]).logits),
     dict(do_sample=False, logits_processor=[lambda ids, scores: scores.roll(1, 1)]),
+    dict(do_sample=True, top_k=0,
+         logits_processor=[transformers.TopPLogitsWarper(0.5, filter_value=5.0)]),
 ]
 
 
@@ -166,7 +169,16 @@ def test_the_index_is_built_again_for_the_hidden_states():
     assert not torch.equal(first.tensors[7], rows.tensors[7])
 
 
-def test_samples_beside_another_call_and_under_autocast_score_all_tokens():
+@pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True, top_k=0)])
+def test_autocast_scores_all_tokens(options):
+    model = gpt2()
+    with torch.autocast("cpu"):
+        want = made(model, **options)
+        head = fast_head(model)
+        assert torch.equal(made(model, **options), want) and head.fast_steps == 0
+
+
+def test_samples_beside_another_call_score_all_tokens():
     options = dict(do_sample=True, top_k=0)
     model = gpt2()
     want = made(model, **options)
@@ -179,10 +191,6 @@ def test_samples_beside_another_call_and_under_autocast_score_all_tokens():
         assert torch.equal(made(model, **options), want) and head.fast_steps > 0
     finally:
         torch.set_default_dtype(torch.float32)
-    fast_steps = head.fast_steps
-    with torch.autocast("cpu"):
-        made(model, **options)
-    assert head.fast_steps == fast_steps
 
 
 def fused_step(weight):
@@ -192,8 +200,10 @@ def fused_step(weight):
 
 @pytest.mark.parametrize("change", [
     lambda weight: weight.copy_(torch.randn(V, D)), fused_step,
-    lambda weight: weight.data.mul_(torch.randn(V, 1))
-], ids=["in place", "a fused step", "through .data"])
+    lambda weight: weight.data.mul_(torch.randn(V, 1)),
+    lambda weight: weight.data.copy_(weight.data.roll(2, 1)), lambda weight: weight[:, 1::2].data.
+    neg_()
+], ids=["in place", "a fused step", "through .data", "other columns", "other signs"])
 def test_changed_weights_are_indexed_again(change):
     model = gpt2()
     head = fast_head(model)
@@ -249,9 +259,10 @@ def test_weights_that_are_not_finite_and_another_head_score_all_tokens():
     model = gpt2()
     head = fast_head(model)
     row = model.lm_head.weight.data[7].clone()
-    model.lm_head.weight.data[7] = float("inf")
-    made(model)
-    assert head.fast_steps == 0
+    for value in float("inf"), 1e36:
+        model.lm_head.weight.data[7] = value
+        made(model)
+        assert head.fast_steps == 0
     model.lm_head.weight.data[7] = row
     made(model)
     assert head.fast_steps > 0
@@ -289,9 +300,22 @@ def test_it_is_undone_and_refuses_other_models():
     want = made(model)
     fast_head(model)
     assert torch.equal(made(model), want)
+    with pytest.raises(ValueError, match="restore_head: .*: call slow_head first"):
+        glue.restore_head(model, loss)
     slow_head(model)
     glue.restore_head(model, loss)
     assert (type(model), type(model.lm_head)) == kinds
+
+
+def test_a_fast_model_can_be_pickled():
+    model = gpt2()
+    head = fast_head(model)
+    want = made(model)
+    other = pickle.loads(pickle.dumps(model))
+    assert torch.equal(made(other), want)
+    assert other._fast_head.fast_steps == 2 * head.fast_steps > 0
+    slow_head(other)
+    assert torch.equal(made(other), want)
 
 
 def test_a_call_does_not_change_those_of_other_threads():
@@ -323,13 +347,6 @@ class Reordered(transformers.GPT2LMHeadModel):
         return outputs
 
 
-class Capped(transformers.GPT2LMHeadModel):
-    def forward(self, *args, **kwargs):
-        outputs = super().forward(*args, **kwargs)
-        outputs.logits = 30 * torch.tanh(outputs.logits / 30)
-        return outputs
-
-
 def test_a_model_that_reorders_its_logits_scores_all_tokens():
     model = gpt2()
     model.__class__ = Reordered
@@ -338,19 +355,46 @@ def test_a_model_that_reorders_its_logits_scores_all_tokens():
     with pytest.warns(UserWarning, match="fast_head: the model changes the logits"):
         assert torch.equal(made(model), want)
     assert head.fast_steps == 0
-    slow_head(model)
+
+
+class Capped(transformers.GPT2LMHeadModel):
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = 30 * torch.tanh(outputs.logits / 30)
+        return outputs
+
+
+@pytest.mark.parametrize("options, is_known, is_fast", [
+    (dict(do_sample=False), True, True), (dict(do_sample=True, top_k=5), True, True),
+    (dict(do_sample=False), False, False), (dict(do_sample=True, top_k=0), True, False)
+], ids=["greedy", "top_k", "not in the configuration", "the whole softmax"])
+def test_capped_logits_keep_their_order(options, is_known, is_fast):
+    model = gpt2()
     model.__class__ = Capped
-    want = made(model)
-    head = fast_head(model)
-    # all positions of the prompt have logits
-    assert torch.equal(made(model), want) and (head.fast_steps, head.dense_steps) == (22, 8)
-    slow_head(model)
-    options = dict(do_sample=True, top_k=0)
+    if is_known:
+        model.config.final_logit_softcapping = 30.0
     want = made(model, **options)
     head = fast_head(model)
-    with pytest.warns(UserWarning, match="fast_head: the model changes the logits"):
+    if is_fast:
         assert torch.equal(made(model, **options), want)
-    assert head.fast_steps == 0
+        # all positions of the prompt have logits
+        assert (head.fast_steps, head.dense_steps) == (22, 8)
+    else:
+        with pytest.warns(UserWarning, match="fast_head: the model changes the logits"):
+            assert torch.equal(made(model, **options), want)
+        assert head.fast_steps == 0
+
+
+@pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True, top_k=5)])
+def test_logits_that_are_equal_at_the_cap_are_those_of_the_dense_head(options):
+    model = gpt2()
+    model.__class__ = Capped
+    model.config.final_logit_softcapping = 30.0
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30)
+    want = made(model, **options)
+    head = fast_head(model)
+    assert torch.equal(made(model, **options), want) and head.dense_steps > 8
 
 
 def test_a_bias_after_the_head_is_refused():
