@@ -240,9 +240,9 @@ def accuracy(loss: torch.nn.Module, problem: Problem, split: str) -> tuple[float
 # The authors of LOMTree chose from these swap resistances, and from 1 to 64 times as many nodes as
 # classes. Vowpal Wabbit 9 has no option for the nodes: there are as many as classes, less one.
 VOWPAL: dict[str, Callable[[int], list[str]]] = {
-    "VW recall tree": lambda classes: [f"--recall_tree {classes}"], "VW LOMTree": lambda classes: [
-        f"--log_multi {classes} --swap_resistance {swaps}" for swaps in (4, 16, 64, 256)
-    ], "VW filter tree": lambda classes: [f"--ect {classes}"]
+    "VW recall tree": lambda classes: [f"--recall_tree {classes}"], "VW LOMTree": lambda classes:
+    [f"--log_multi {classes} --swap_resistance {swaps}" for swaps in (4, 16, 64, 256)],
+    "VW filter tree": lambda classes: [f"--ect {classes}"]
 }
 VOWPAL_PROGRAM = """
 import json, sys, time, numpy

@@ -40,13 +40,14 @@ def make_model(args: argparse.Namespace, words: int) -> transformers.LlamaForCau
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(vocab_size=words, hidden_size=args.width,
-                                 intermediate_size=args.intermediate or 4 * args.width, num_hidden_layers=args.layers,
-                                 num_attention_heads=8, max_position_embeddings=4096,
-                                 bos_token_id=None, eos_token_id=None, pad_token_id=0))
+                                 intermediate_size=args.intermediate or 4 * args.width,
+                                 num_hidden_layers=args.layers, num_attention_heads=8,
+                                 max_position_embeddings=4096, bos_token_id=None, eos_token_id=None,
+                                 pad_token_id=0))
 
 
-def train(model: transformers.LlamaForCausalLM, corpus: Text,
-          seconds: float, bfloat16: bool) -> tuple[int, float]:
+def train(model: transformers.LlamaForCausalLM, corpus: Text, seconds: float,
+          bfloat16: bool) -> tuple[int, float]:
     """Returns the number of steps, and the exact loss per token on the validation text."""
     model.model.embed_tokens.sparse = True  # only the rows of a batch have a gradient
     loss = replace_head(model, xs.SampledSoftmaxLoss, sampler="log_uniform", num_samples=2048)
@@ -150,11 +151,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
-    corpus = (load_byte_pairs(args.data, args.byte_pairs, None, 5_000_000) if args.byte_pairs else
-              load_words(args.data, 2, 5_000_000))
+    corpus = (load_byte_pairs(args.data, args.byte_pairs, None, 5_000_000)
+              if args.byte_pairs else load_words(args.data, 2, 5_000_000))
     model = make_model(args, corpus.num_tokens)
-    steps, value = train(model, corpus, 60 * args.minutes,
-                         args.bfloat16) if args.minutes > 0 else (0, None)
+    steps, value = train(model, corpus, 60 *
+                         args.minutes, args.bfloat16) if args.minutes > 0 else (0, None)
     model.eval()
     results = [
         measure(model, corpus, batch, args.tokens, sample) for sample in (False, True)

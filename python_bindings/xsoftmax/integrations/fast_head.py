@@ -156,8 +156,8 @@ class FastHead:
             best = _transformed(scores.topk(call.depth, sorted=True).values, call.scale, call.cap)
             last, next_one = best[:, call.wanted - 1], best[:, -1]
             # The model may compute a scale and a cap in another order.
-            rounding = 0.0 if call.scale == 1 and math.isinf(call.cap) else 8 * torch.finfo(
-                best.dtype).eps
+            is_transformed = call.scale != 1 or not math.isinf(call.cap)
+            rounding = 8 * torch.finfo(best.dtype).eps if is_transformed else 0.0
             if (next_one >= last - rounding * last.abs()).any():
                 return None
         self._count(len(queries), 0, int(found.cells_read.sum()))
@@ -432,7 +432,8 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
         raise UnsupportedHeadError(f"{owner}: expected a head that no bias follows, got one with a "
                                    "bias after it")
     transform = read_transform(model.config)
-    head = FastHead(linear, k, transform.get("logit_scale", 1.0), transform.get("softcap", math.inf))
+    head = FastHead(linear, k, transform.get("logit_scale", 1.0),
+                    transform.get("softcap", math.inf))
     parts: List[Tuple[Any, Any]] = [(linear, _FastLinear), (model, _FastModel)]
     for module, mixin in parts:
         object.__setattr__(module, "_fast_head", head)

@@ -198,12 +198,13 @@ def fused_step(weight):
     torch.optim.AdamW([weight], lr=1.0, fused=True).step()
 
 
-@pytest.mark.parametrize("change", [
-    lambda weight: weight.copy_(torch.randn(V, D)), fused_step,
-    lambda weight: weight.data.mul_(torch.randn(V, 1)),
-    lambda weight: weight.data.copy_(weight.data.roll(2, 1)), lambda weight: weight[:, 1::2].data.
-    neg_()
-], ids=["in place", "a fused step", "through .data", "other columns", "other signs"])
+@pytest.mark.parametrize(
+    "change", [
+        lambda weight: weight.copy_(torch.randn(V, D)), fused_step,
+        lambda weight: weight.data.mul_(torch.randn(V, 1)),
+        lambda weight: weight.data.copy_(weight.data.roll(2, 1)),
+        lambda weight: weight[:, 1::2].data.neg_()
+    ], ids=["in place", "a fused step", "through .data", "other columns", "other signs"])
 def test_changed_weights_are_indexed_again(change):
     model = gpt2()
     head = fast_head(model)
@@ -364,10 +365,12 @@ class Capped(transformers.GPT2LMHeadModel):
         return outputs
 
 
-@pytest.mark.parametrize("options, is_known, is_fast", [
-    (dict(do_sample=False), True, True), (dict(do_sample=True, top_k=5), True, True),
-    (dict(do_sample=False), False, False), (dict(do_sample=True, top_k=0), True, False)
-], ids=["greedy", "top_k", "not in the configuration", "the whole softmax"])
+@pytest.mark.parametrize("options, is_known, is_fast",
+                         [(dict(do_sample=False), True, True),
+                          (dict(do_sample=True, top_k=5), True, True),
+                          (dict(do_sample=False), False, False),
+                          (dict(do_sample=True, top_k=0), True, False)],
+                         ids=["greedy", "top_k", "not in the configuration", "the whole softmax"])
 def test_capped_logits_keep_their_order(options, is_known, is_fast):
     model = gpt2()
     model.__class__ = Capped

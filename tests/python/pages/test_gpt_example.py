@@ -158,8 +158,8 @@ def test_windows_are_the_same_for_all_losses_and_cover_an_epoch():
     (["--loss", "cce", "--z-loss", "1e-4"], "cce"),
     (["--loss", "midx", "--codewords", "2000"], "--loss midx: MidxSampler: expected codewords"),
     (["--tokenizer", "tokens.json"], "--tokenizer: expected --tokens byte_pairs, got words"),
-    (["--tokens", "byte_pairs", "--tokenizer", __file__],
-     "--tokenizer: expected a file of the package tokenizers"),
+    (["--tokens", "byte_pairs", "--tokenizer", __file__
+      ], "--tokenizer: expected a file of the package tokenizers"),
     (["--loss", "plain", "--table-dtype", "bfloat16"], "expected --loss sampled or midx"),
 ])
 def test_options_that_cannot_be_met_are_named(text, tmp_path, capsys, arguments, message):
