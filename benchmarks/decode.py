@@ -7,11 +7,11 @@ model that is trained first: greedy, and samples of the whole softmax.
 
 The model is trained on words, or on --byte-pairs of a tokenizer trained on the text, with a sampled
 softmax for --minutes, with products in bfloat16 if --bfloat16 is given; 0: its weights are random.
-It decodes in float32. The default text is the source of Python's standard library. Each batch continues as many windows of the
-validation text by --tokens tokens in total. Decoding with each head takes turns. The time of the
-head alone is that of all its calls in one decoding. Samples start from the same random state. The
-draft head (xs.draft_head) finds 8 likely tokens of one hidden state at a time; its recall is that
-of hidden states which it was not fitted to.
+It decodes in float32. The default text is the source of Python's standard library. Each batch
+continues as many windows of the validation text by --tokens tokens in total. Decoding with each
+head takes turns. The time of the head alone is that of all its calls in one decoding. Samples start
+from the same random state. The draft head (xs.draft_head) finds 8 likely tokens of one hidden state
+at a time; its recall is that of hidden states which it was not fitted to.
 """
 
 import argparse
