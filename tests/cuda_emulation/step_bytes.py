@@ -104,3 +104,22 @@ def exact_losses():
     return Case(
         lambda: ops.linear_cross_entropy_forward(input, weight, None, target, None, "", False),
         "loss_kernel", memory=queries * (classes * 4 + 8 + 3 * 4), shape="Q 128, N 4,096, float32")
+
+
+@case
+def norm_of_rows():
+    torch.manual_seed(0)
+    rows, values = torch.randperm(20_000)[:1024], torch.randn(1024, 256)
+    return Case(lambda: ops.row_norm(rows, values, 2.0), "norm_kernel",
+                memory=values.nbytes + 1024 * (4 + 4), shape="1,024 rows, D 256, float32")
+
+
+@case
+def midx_codes():
+    """Products with all codewords are read, and rows; codes and errors are written. The terms of
+    the second codewords depend on the first one."""
+    torch.manual_seed(0)
+    rows, codewords = torch.randn(4096, 64), torch.randn(2, 64, 32)
+    moved = 4096 * (2 * 64 * 4 + 64 * 4 + 4 + 4)
+    return Case(lambda: ops.midx_encode(rows, *codewords), "encode_kernel", memory=moved,
+                blocks=moved + 4096 * 64 * 4, shape="4,096 rows, D 64, K 64")

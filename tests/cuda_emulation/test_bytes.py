@@ -18,7 +18,8 @@ The minimum is a formula of the operator's shape, not of the kernel: every byte 
 needs or produces, once. In `blocks`, gathered data counts once per request. A random look-up counts
 as one sector.
 
-To add a kernel, add a function that returns a Case; those of small kernels are in step_bytes.py.
+To add a kernel, add a function that returns a Case; those of small kernels are in step_bytes.py,
+those of trees and of top-k in tree_bytes.py.
 """
 
 import math
@@ -30,6 +31,7 @@ import pytest
 import torch
 
 import step_bytes
+import tree_bytes  # noqa: F401
 import xsoftmax
 import xsoftmax as xs
 from byte_case import CASES, LIMIT, SECTOR, Case, case, ops
