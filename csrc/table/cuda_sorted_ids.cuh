@@ -34,9 +34,9 @@ struct SortedIdsView {
 #endif
 
 /// Sorts the concatenated ids of two tensors, together with their positions. The sort is stable. An
-/// id outside [0, last] fails a device assertion.
+/// id outside [0, last] fails a device assertion. At most 2^31 - 1 ids.
 struct SortedIds {
-  at::Tensor sorted, order; ///< [count]; int32 if ids and positions fit, else int64
+  at::Tensor sorted, order; ///< [count]; int32 if ids fit, else int64
 
   SortedIds(const at::Tensor& first_ids, int64_t last, const at::Tensor& second_ids = at::Tensor());
 

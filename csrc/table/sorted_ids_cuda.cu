@@ -181,7 +181,10 @@ SortedIds::SortedIds(const Tensor& first_ids, int64_t last, const Tensor& second
                       first.numel(), first.numel() + second.numel(), last};
   // A radix sort makes one pass over all keys and values per byte of a key.
   constexpr int64_t kMaxNarrow = std::numeric_limits<int32_t>::max();
-  if (last <= kMaxNarrow && ids.count <= kMaxNarrow) {
+  // ATen's sort counts in int.
+  TORCH_CHECK(ids.count <= kMaxNarrow, "sorted_ids: ids: expected at most ", kMaxNarrow,
+              " on a CUDA device, got ", ids.count);
+  if (last <= kMaxNarrow) {
     sort<int32_t>(sorted, order, ids, first.options());
   } else {
     sort<int64_t>(sorted, order, ids, first.options());

@@ -1,6 +1,7 @@
 """Loads the native library, or raises ImportError with the reason."""
 
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -13,6 +14,20 @@ def _read_torch_minor(library: Path) -> str:
     """Returns the minor release of torch that the installed CMake package was built for, or ""."""
     config = library.parent.parent / "share" / "cmake" / "xsoftmax" / "torch_minor.txt"
     return config.read_text().strip() if config.is_file() else ""
+
+
+def _other_cuda(library: Path) -> str:
+    """Returns the error for CUDA kernels without a torch for their CUDA, or ""."""
+    # The library needs a runtime by its name, which has the major version.
+    runtime = re.search(rb"libcudart[.]so[.](\d+)", library.read_bytes())
+    cuda = torch.version.cuda or ""
+    if runtime is None or cuda.split(".")[0] == runtime[1].decode():
+        return ""
+    needed, minor = runtime[1].decode(), ".".join(torch.__version__.split(".")[:2])
+    return (f"xsoftmax: {library} has CUDA kernels and needs a build of torch for CUDA {needed}, "
+            f"but torch {torch.__version__} is built for {f'CUDA {cuda}' if cuda else 'the CPU'}: "
+            f"take the wheel of xsoftmax whose version has +torch{minor}.cpu, or a build of torch "
+            f"{minor} for CUDA {needed}")
 
 
 def _load() -> Path:
@@ -34,6 +49,8 @@ def _load() -> Path:
         torch.ops.xsoftmax.cpu_capability()
         torch.ops.xsoftmax.cpu_products()
     except OSError as error:
+        if other_cuda := _other_cuda(library):
+            raise ImportError(other_cuda) from error
         raise ImportError(f"xsoftmax: cannot load {library}: {error}. {remedy}") from error
     return library
 

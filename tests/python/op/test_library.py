@@ -57,6 +57,32 @@ def test_file_that_is_no_library_shows_the_error_of_the_loader(tmp_path):
     assert str(bad) in message and "ImportError" in message
 
 
+@pytest.mark.parametrize("cuda, words", [(None, "the CPU"), ("12.6", "CUDA 12.6")])
+def test_library_with_kernels_names_the_wheel_for_a_torch_without_its_cuda(
+        tmp_path, monkeypatch, cuda, words):
+    library = tmp_path / "libxsoftmax.so"
+    library.write_bytes(b"not a library \0libcudart.so.13\0")
+    monkeypatch.setenv("XSOFTMAX_LIBRARY", str(library))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ImportError) as error:
+        core_library._load()
+    minor = ".".join(torch.__version__.split(".")[:2])
+    assert (f"needs a build of torch for CUDA 13, but torch {torch.__version__} is built for "
+            f"{words}: take the wheel") in str(error.value)
+    assert f"+torch{minor}.cpu," in str(error.value)
+    assert isinstance(error.value.__cause__, OSError)
+
+
+def test_library_with_kernels_shows_the_error_of_the_loader_for_a_torch_with_its_cuda(
+        tmp_path, monkeypatch):
+    library = tmp_path / "libxsoftmax.so"
+    library.write_bytes(b"not a library \0libcudart.so.13\0")
+    monkeypatch.setenv("XSOFTMAX_LIBRARY", str(library))
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    with pytest.raises(ImportError, match="cannot load .*libxsoftmax.so"):
+        core_library._load()
+
+
 def test_no_second_openmp_runtime():
     """A second OpenMP runtime next to that of torch would double the thread pool."""
     if not Path("/proc/self/maps").is_file():

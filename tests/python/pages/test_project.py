@@ -102,3 +102,19 @@ def test_a_check_runs_again_if_one_of_its_inputs_has_changed(tmp_path):
     assert passed("has")
     (tmp_path / "Makefile").write_text("TORCH ?= torch==2.14.0\n")
     assert not passed("has")
+
+
+def test_a_pass_of_wheels_counts_for_the_same_releases_of_torch(tmp_path, monkeypatch):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/passed", tmp_path / ".ci")
+    (tmp_path / "Makefile").write_text("TORCH ?= torch==2.13.0\nTORCH_VERSIONS ?= 2.11 2.15\n")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+
+    def passed(command, ends):
+        monkeypatch.setenv("TORCH_ENDS", ends)
+        return subprocess.run([".ci/passed", command, "check-wheels"], cwd=tmp_path).returncode == 0
+
+    assert passed("record", "2.11 2.14") and passed("has", "2.11 2.14")
+    assert not passed("has", "2.11 2.15")
+    (tmp_path / "Makefile").write_text("TORCH ?= torch==2.13.0\nTORCH_VERSIONS ?= 2.12 2.15\n")
+    assert not passed("has", "2.11 2.14")

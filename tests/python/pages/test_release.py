@@ -1,4 +1,5 @@
-"""Tests the checks and the files of `make release`: .ci/release.py, .ci/wheel_index.py."""
+"""Tests the checks and the files of `make release`: .ci/release.py, .ci/wheel_index.py,
+.ci/compare_wheels.py."""
 
 import importlib.util
 import json
@@ -132,3 +133,24 @@ def test_the_index_page_links_wheels_with_their_checksums(tmp_path):
     assert 'href="xsoftmax/"' in (tmp_path / "index.html").read_text()
     with pytest.raises(SystemExit, match="expected wheels in .*, got none"):
         index.main(tmp_path / "xsoftmax")
+
+
+def test_comparing_wheels_prints_the_first_difference(tmp_path, capsys):
+    compare, one = load("compare_wheels"), write_wheel(tmp_path / "one")
+    other = tmp_path / "other" / one.name
+    other.parent.mkdir()
+    other.write_bytes(one.read_bytes())
+    compare.main(one, other)
+    assert f"{one.name}: the same {one.stat().st_size} bytes" in capsys.readouterr().out
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("xsoftmax/lib/libxsoftmax.so", "librarY")
+    with pytest.raises(SystemExit, match="libxsoftmax.so, byte 6 of 7 and 7: b'y' and b'Y'"):
+        compare.main(one, other)
+    with zipfile.ZipFile(one) as archive:
+        infos = {info: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(other, "w") as archive:
+        for info, data in infos.items():
+            info.external_attr ^= 0o040 << 16
+            archive.writestr(info, data)
+    with pytest.raises(SystemExit, match="libxsoftmax.so, external_attr"):
+        compare.main(one, other)
