@@ -41,7 +41,8 @@
 # Variables: PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS (compilers and test
 # processes at once), PYTEST_ARGS, WHEEL (make demo: a wheel to install instead of a build), MINUTES
 # (limit of the measurements of make gpu), TORCH_VERSIONS (make wheels), TORCH_ENDS (make
-# check-wheels), TORCH_MINOR (make test-wheel-bits), ORDERS (of threads: make cuda-emulate), and those of .ci/wheels and .ci/cuda_check.
+# check-wheels), TORCH_MINOR (make test-wheel-bits), ORDERS (of threads: make cuda-emulate), and those
+# of .ci/wheels and .ci/cuda_check.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
