@@ -9,9 +9,11 @@ two and the last three words: 8,192 ids of a table [N, 64]. A step looks the row
 gradient of a product, and updates the table; `nn.Embedding(..., sparse=True)` throughout, except
 for AdamW, whose gradient is dense. FBGEMM's table batched embedding is a rival where the package
 fbgemm-gpu-cpu is installed: row-wise Adagrad, in its backward pass. Each step has other words.
-Prefetched: the step begins with `xs.tables.prefetch`. Tables of one N take turns; times are
-medians. Bytes are those of table and state, by their tensors. With --folder, one more table is in a
-file there.
+Prefetched: the step begins with `xs.tables.prefetch`. Bytes are those of table and state, by their
+tensors. Times are medians. Tables of one N take turns in three groups, one after another: row-wise
+Adagrad with and without prefetching, whose times show how a step grows with N; beside the rivals,
+whose dense steps empty the cache; and, with --folder, in a file there, which takes the memory that
+the others have freed.
 """
 
 import argparse
@@ -29,6 +31,8 @@ from records import add_json, figures_table, report, table
 from timing import turns
 
 WIDTH, POSITIONS, WORDS = 64, 4096, 50_000
+ADAGRAD = "RowAdagrad, row-wise, bfloat16"
+BESIDE = f"{ADAGRAD}, beside the next"
 RIVALS = ("torch SparseAdam, float32", "torch AdamW, fused, float32",
           "FBGEMM row-wise Adagrad, float16", "FBGEMM row-wise Adagrad, float32")
 
@@ -109,18 +113,23 @@ def in_memory(rows: int, dtype: torch.dtype) -> nn.Parameter:
     return xs.tables.in_memory(rows, WIDTH, dtype, init=lambda table: table.fill_(0.01))
 
 
-def ways(rows: int, folder: str | None) -> dict[str, Training | FbgemmTraining]:
-    """Returns the trainings that fit in about 20 GB."""
+def adagrad(weight: nn.Parameter) -> Training:
+    return Training(
+        weight, lambda p: xs.optim.RowAdagrad(p, lr=0.01, row_wise=True, stochastic_rounding=True),
+        True)
+
+
+def by_size(rows: int) -> dict[str, Training]:
+    made = adagrad(in_memory(rows, torch.bfloat16))
+    return {ADAGRAD: made, f"{ADAGRAD}, prefetched": made.prefetching()}
+
+
+def beside_rivals(rows: int) -> dict[str, Training | FbgemmTraining]:
+    """Returns the trainings that fit in about 20 GB together."""
     short, full = torch.bfloat16, torch.float32
-    optim = xs.optim
-    made = {
-        "RowAdagrad, row-wise, bfloat16": Training(
-            in_memory(rows, short),
-            lambda p: optim.RowAdagrad(p, lr=0.01, row_wise=True, stochastic_rounding=True), True)
-    }
-    if rows > 1_000_000:  # less fits in the cache
-        made["RowAdagrad, row-wise, bfloat16, prefetched"] = made[
-            "RowAdagrad, row-wise, bfloat16"].prefetching()
+    optim, made = xs.optim, {}
+    if rows <= 20_000_000:
+        made[BESIDE] = adagrad(in_memory(rows, short))
     if importlib.util.find_spec("fbgemm_gpu") is not None and rows <= 20_000_000:
         made["FBGEMM row-wise Adagrad, float16"] = FbgemmTraining(rows, "fp16")
         made["FBGEMM row-wise Adagrad, float32"] = FbgemmTraining(rows, "fp32")
@@ -136,13 +145,13 @@ def ways(rows: int, folder: str | None) -> dict[str, Training | FbgemmTraining]:
                                                      True)
         made["torch AdamW, fused, float32"] = Training(
             in_memory(rows, full), lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True), False)
-    if folder is not None:
-        weight = xs.tables.mapped(f"{folder}/{rows}.safetensors", rows, WIDTH, short, init=None,
-                                  progress=False)
-        made["RowAdagrad, row-wise, bfloat16, in a file"] = Training(
-            weight, lambda p: optim.RowAdagrad(p, lr=0.01, row_wise=True, stochastic_rounding=True),
-            True)
     return made
+
+
+def in_file(rows: int, folder: str) -> dict[str, Training]:
+    weight = xs.tables.mapped(f"{folder}/{rows}.safetensors", rows, WIDTH, torch.bfloat16,
+                              init=None, progress=False)
+    return {f"{ADAGRAD}, in a file": adagrad(weight)}
 
 
 def main() -> None:
@@ -159,20 +168,23 @@ def main() -> None:
     rows, figures, medians = [], [], {}
     for count in args.rows:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            made = ways(count, folder if args.folder else None)
-            seconds = turns({name: one.step for name, one in made.items()}, args.repeats, 5)
-            for name, values in seconds.items():
-                medians[count, name] = statistics.median(values)
-                rows.append({
-                    "rows": f"{count:,}", "table and optimizer": name,
-                    "step": f"{1e3 * medians[count, name]:.2f} ms",
-                    "bytes per row": f"{made[name].bytes_per_row():.0f}"
-                })
-            made.clear()
+            groups = [by_size, beside_rivals
+                      ] + ([lambda rows, place=folder: in_file(rows, place)] if args.folder else [])
+            for make in groups:
+                made = make(count)
+                seconds = turns({name: one.step for name, one in made.items()}, args.repeats, 5)
+                for name, values in seconds.items():
+                    medians[count, name] = statistics.median(values)
+                    rows.append({
+                        "rows": f"{count:,}", "table and optimizer": name,
+                        "step": f"{1e3 * medians[count, name]:.2f} ms",
+                        "bytes per row": f"{made[name].bytes_per_row():.0f}"
+                    })
+                made.clear()
     smallest, largest = min(args.rows), max(args.rows)
     for (count, name), value in medians.items():
         if count == smallest and name.startswith("Row"):
-            for other in RIVALS:
+            for other in RIVALS if name.startswith("RowAdam") or name == BESIDE else ():
                 if (count, other) in medians:
                     figures.append({
                         "figure": f"{count:,} rows: {name} / {other}",
