@@ -317,8 +317,8 @@ class _Derived:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Lets the module be pickled, although no other process knows its class."""
-        _, _, *state = super().__reduce_ex__(protocol)  # type: ignore[misc]
-        return (_blank, (type(self).__mro__[1], self._slow_class), *state)
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (_blank, (type(self).__mro__[1], self._slow_class), *reduced[2:])
 
 
 class _FastLinear(_Derived):
