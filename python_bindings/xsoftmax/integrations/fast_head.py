@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.generation import GenerationMixin, logits_process
 
 from .._core.checks import check_count
+from .._core.options import logit_options, option_text
 from ..retrieval import SearchIndex
 from .heads import find_bias, read_transform
 from .logits import UnsupportedHeadError
@@ -31,7 +32,8 @@ class _Call:
     Attributes:
         wanted, depth: the numbers of best tokens that a step needs, and searches for.
         temperature, top_p: of a sample from all tokens; wanted is then 0.
-        scale, cap: what the model does to the logits, if :meth:`FastHead.check` found that it does.
+        transform: what the model does to the logits, as options of ``transform_logits``, if
+            :meth:`FastHead.check` found that it does.
         is_checked: whether :meth:`FastHead.check` was called; all tokens are scored until then.
         first_logits: the last logits before the check.
     """
@@ -39,7 +41,7 @@ class _Call:
                  top_p: float = 1.0) -> None:
         self.wanted, self.depth, self.is_checked = wanted, depth, False
         self.temperature, self.top_p = temperature, top_p
-        self.scale, self.cap = 1.0, math.inf
+        self.transform = ""
         self.first_logits: Optional[Tensor] = None
 
 
@@ -56,8 +58,8 @@ class FastHead:
             ``fast_steps * num_cells``.
         num_cells: the number of cells of the index.
     """
-    def __init__(self, linear: nn.Linear, k: int, scale: float, cap: float) -> None:
-        self.linear, self.k, self.transform = linear, k, (scale, cap)
+    def __init__(self, linear: nn.Linear, k: int, transform: str) -> None:
+        self.linear, self.k, self.transform = linear, k, transform
         self.fast_steps = self.dense_steps = self.cells_read = self.num_cells = 0
         self._calls: Dict[int, _Call] = {}  # by thread
         self._index: Optional[SearchIndex] = None
@@ -153,11 +155,11 @@ class FastHead:
         bias = None if self.linear.bias is None else self.linear.bias.index_select(0, ids)
         scores = nn.functional.linear(queries, self.linear.weight.index_select(0, ids), bias)
         if call.depth > call.wanted:  # another token may equal the last one that is needed
-            best = _transformed(scores.topk(call.depth, sorted=True).values, call.scale, call.cap)
+            best = torch.ops.xsoftmax.transform_logits(
+                scores.topk(call.depth, sorted=True).values, call.transform)
             last, next_one = best[:, call.wanted - 1], best[:, -1]
             # The model may compute a scale and a cap in another order.
-            is_transformed = call.scale != 1 or not math.isinf(call.cap)
-            rounding = 8 * torch.finfo(best.dtype).eps if is_transformed else 0.0
+            rounding = 8 * torch.finfo(best.dtype).eps if call.transform else 0.0
             if (next_one >= last - rounding * last.abs()).any():
                 return None
         self._count(len(queries), 0, int(found.cells_read.sum()))
@@ -215,11 +217,11 @@ class FastHead:
         if scores.shape == logits.shape:
             if torch.equal(scores, logits):
                 return
-            scale, cap = self.transform
-            if call.wanted > 0 and self.linear.weight.dtype not in _SHORT and (
-                    scale > 0 and torch.allclose(scores, _transformed(logits, scale, cap))):
+            if self.transform and call.wanted > 0 and self.linear.weight.dtype not in _SHORT and (
+                    torch.allclose(scores,
+                                   torch.ops.xsoftmax.transform_logits(logits, self.transform))):
                 # Scaled or capped, different logits may be equal.
-                call.scale, call.cap = scale, cap
+                call.transform = self.transform
                 call.depth = max(call.depth, call.wanted + _MARGIN)
                 return
         self.end_call()
@@ -282,11 +284,6 @@ class _Check(logits_process.LogitsProcessor):
         return scores
 
 
-def _transformed(logits: Tensor, scale: float, cap: float) -> Tensor:
-    logits = logits if scale == 1 else logits * scale
-    return logits if math.isinf(cap) else (logits / cap).tanh() * cap
-
-
 def _sums_of(linear: nn.Linear) -> List[Tensor]:
     """Returns a sum of the bits of each row, its product with a random vector, and a copy of the
     bias, to notice changes. The sum shows any change of a single number, and the product the
@@ -313,12 +310,13 @@ def _blank(mixin: Any, base: Any) -> Any:
 class _Derived:
     """A base of the mixins below, whose classes are made by :func:`_derive`."""
 
+    _mixin: Type[Any]
     _slow_class: Type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Lets the module be pickled, although no other process knows its class."""
         reduced: Any = super().__reduce_ex__(protocol)
-        return (_blank, (type(self).__mro__[1], self._slow_class), *reduced[2:])
+        return (_blank, (self._mixin, self._slow_class), *reduced[2:])
 
 
 class _FastLinear(_Derived):
@@ -355,8 +353,9 @@ class _FastModel(_Derived):
 
 @functools.cache
 def _derive(mixin: Any, base: Any) -> Any:
-    return type(base.__name__, (mixin, base),
-                {"_slow_class": base, "__module__": base.__module__, "__doc__": base.__doc__})
+    return type(base.__name__, (mixin, base), {
+        "_mixin": mixin, "_slow_class": base, "__module__": base.__module__, "__doc__": base.__doc__
+    })
 
 
 def fast_head(model: Any, k: int = 50) -> FastHead:
@@ -431,9 +430,9 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
     if find_bias(model, name, linear) is not None:
         raise UnsupportedHeadError(f"{owner}: expected a head that no bias follows, got one with a "
                                    "bias after it")
-    transform = read_transform(model.config)
-    head = FastHead(linear, k, transform.get("logit_scale", 1.0),
-                    transform.get("softcap", math.inf))
+    scale, cap = (read_transform(model.config).get(name) for name in ("logit_scale", "softcap"))
+    scale = 1.0 if scale is None else scale
+    head = FastHead(linear, k, option_text(**logit_options(scale, cap)) if scale > 0 else "")
     parts: List[Tuple[Any, Any]] = [(linear, _FastLinear), (model, _FastModel)]
     for module, mixin in parts:
         object.__setattr__(module, "_fast_head", head)

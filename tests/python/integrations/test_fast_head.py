@@ -388,6 +388,24 @@ def test_capped_logits_keep_their_order(options, is_known, is_fast):
         assert head.fast_steps == 0
 
 
+class Scaled(transformers.GPT2LMHeadModel):
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * self.config.logit_scale
+        return outputs
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+def test_scaled_logits_keep_their_order_if_the_scale_is_positive(scale, recwarn):
+    model = gpt2()
+    model.__class__, model.config.logit_scale = Scaled, scale
+    want = made(model)
+    head = fast_head(model)
+    assert torch.equal(made(model), want)
+    assert (head.fast_steps > 0) == (scale > 0)
+    assert any("changes the logits" in str(one.message) for one in recwarn) == (scale < 0)
+
+
 @pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True, top_k=5)])
 def test_logits_that_are_equal_at_the_cap_are_those_of_the_dense_head(options):
     model = gpt2()
