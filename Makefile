@@ -28,7 +28,7 @@
 #   make test-wheel-bits  builds the wheel for TORCH_MINOR twice, in two folders, and compares them
 #   make aarch64     compiles and links the library for 64-bit ARM; fetches torch's wheel (0.4 GB)
 #   make cuda-check  compiles and links the CUDA kernels, refuses spilled registers; needs no GPU
-#                    (CUDA_ARCH="75;80;90;100;120": for a release)
+#                    (CUDA_ARCH=release: for all devices of a release)
 #   make cuda-emulate  runs the CUDA kernels on the CPU: five orders, under sanitizers (half
 #                    an hour); make cuda-emulate-brief: one order (8 minutes)
 #   make gpu         builds for the GPU of this machine, tests and measures: build/gpu/cuda.json
@@ -49,7 +49,6 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 JOBS ?= $(shell nproc)
 CUDA_ARCH ?= 90
-RELEASE_CUDA_ARCH := 75;80;90;100;120
 ORDERS ?= reverse 1 2 3
 TORCH_VERSIONS ?= 2.11 2.12 2.13 2.14 2.15
 TORCH_ENDS ?= $(firstword $(TORCH_VERSIONS)) $(lastword $(TORCH_VERSIONS))
@@ -173,7 +172,7 @@ release:
 	rm -rf dist
 	$(MAKE) lint test
 	. .ci/cuda_toolkit; test -z "$$(find_nvcc)" \
-	  || CUDA_ARCH="$(RELEASE_CUDA_ARCH)" .ci/cuda_check build/package/libxsoftmax.so
+	  || CUDA_ARCH=release .ci/cuda_check build/package/libxsoftmax.so
 	$(MAKE) wheels sdist docs
 	build/lint-venv/bin/python .ci/release.py "$(VERSION)" finish $(TORCH_VERSIONS)
 

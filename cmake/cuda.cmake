@@ -3,9 +3,10 @@
 # Needs nvcc (PATH, CUDACXX or -DCMAKE_CUDA_COMPILER) with its headers and libcudart, and no other
 # part of the toolkit: kernels use c10's CUDA headers and leave matrix products and sorting to ATen.
 # CMAKE_CUDA_ARCHITECTURES selects the devices; one architecture builds several times faster than
-# all.
+# all. The default, which releases use, has the code of the first device of each generation, which
+# later ones of the generation run too (8.0: 8.6 and 8.9), and PTX for generations to come.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES 75 80 86 89 90 100 120)
+  set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 90-real 100-real 120)
 endif()
 set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
