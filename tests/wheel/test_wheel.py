@@ -110,6 +110,45 @@ def test_each_instruction_set_can_be_selected(isa):
     assert name == isa and 6 < float(value) < 8
 
 
+THREADS = """
+import threading
+import torch
+import xsoftmax as xs
+
+def train(seed):
+    generator = torch.Generator().manual_seed(seed)
+    loss = xs.SampledSoftmaxLoss(16, 1000, sampler="midx", num_samples=10)
+    with torch.no_grad():
+        loss.linear.weight.copy_(torch.randn(1000, 16, generator=generator))
+    optimizer = xs.optim.RowAdam(loss.parameters(), lr=0.01)
+    for _ in range(20):
+        optimizer.zero_grad()
+        x = torch.randn(32, 16, generator=generator)
+        target = torch.randint(1000, (32,), generator=generator)
+        loss(x, target, generator=generator).backward()
+        optimizer.step()
+    found[seed] = loss.linear.weight.detach()
+
+torch.set_num_threads(1)
+found = {}
+for seed in range(4):
+    train(seed)
+alone, found = found, {}
+threads = [threading.Thread(target=train, args=(seed,)) for seed in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(all(torch.equal(alone[seed], found[seed]) for seed in alone))
+"""
+
+
+def test_threads_train_as_each_would_alone():
+    # In a program of its own, since modules that other tests load switch the lock of a free-threaded
+    # Python on.
+    assert output(sys.executable, "-c", THREADS) == "True\n"
+
+
 @pytest.mark.parametrize("version", ["2.10.1", "2.16.0+cpu"])
 def test_another_torch_is_refused_in_one_line(version):
     program = f"import torch; torch.__version__ = {version!r}; import xsoftmax"

@@ -38,6 +38,7 @@ list.
 
 import atexit
 import contextlib
+import threading
 import weakref
 from typing import Any, Callable, Dict, List, MutableMapping, Tuple
 
@@ -49,7 +50,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 Optimizer = torch.optim.Optimizer
 StepHook = Callable[[Optimizer, Any, Any], Any]
 
-# Used by `first_step`.
+# Used by `first_step`, which holds the lock while it adds to registries or goes through them: threads
+# may make and train models side by side. The lock can be taken again, since a row optimizer that is
+# garbage-collected meanwhile looks at them too.
+lock = threading.RLock()
 table_modules: "weakref.WeakSet[Any]" = weakref.WeakSet()
 # Row optimizers, and other optimizers found by a search.
 row_optimizers: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()

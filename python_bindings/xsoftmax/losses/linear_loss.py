@@ -56,6 +56,7 @@ class LinearLoss(TableModule):
         self._set_exact_options()
         self.linear = make_linear(self._name, self.in_features, self.num_classes, bias, device,
                                   dtype)
+        self._watch_tables()
 
     def _set_exact_options(self) -> None:
         """Rebuilds the option texts of the exact operators, after an option was assigned."""

@@ -104,6 +104,7 @@ class HierarchicalMatcher(TableModule):
         self._init_options(loss=loss, beam=beam, negatives=negatives)
         self.tree = tree.clone().to(device_of_values(device))
         self.edges = make_linear(self._name, self.in_features, tree.num_edges, bias, device, dtype)
+        self._watch_tables()
         self.register_buffer("layer", torch.ones((), dtype=torch.int64, device="cpu"))
 
     def _check_option(self, name: str, value: Any) -> Any:

@@ -17,8 +17,10 @@ _owned_ids: Optional[Set[int]] = None  # `id` of parameters of known optimizers;
 
 
 def watch(module: Module) -> None:
-    """Registers a module, so that optimizers of its tables are checked at their first step."""
-    hooks.table_modules.add(module)
+    """Registers a module that has its tables, so that their optimizers are checked at their first
+    step."""
+    with hooks.lock:
+        hooks.table_modules.add(module)
     hooks.before_steps(_before_step)
 
 
@@ -31,23 +33,26 @@ def watch_functions() -> None:
 def register_row_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Registers a row optimizer, so that its tables count as trained."""
     global _owned_ids
-    hooks.row_optimizers.add(optimizer)
-    _owned_ids = None
+    with hooks.lock:
+        hooks.row_optimizers.add(optimizer)
+        _owned_ids = None
     hooks.before_steps(_before_step)
 
 
 def known_optimizers() -> List[torch.optim.Optimizer]:
     """Returns the optimizers that have taken a step since the first table was created."""
-    return list(hooks.watched_groups)
+    with hooks.lock:
+        return list(hooks.watched_groups)
 
 
 def row_sparse_tables() -> Dict[int, Module]:
     """Returns the modules of tables that may get row-sparse gradients, by `id` of the table."""
-    return {
-        id(table): module
-        for module in list(hooks.table_modules) if module._has_row_gradients()
-        for table in module._tables() if table is not None
-    }
+    with hooks.lock:
+        return {
+            id(table): module
+            for module in list(hooks.table_modules) if module._has_row_gradients()
+            for table in module._tables() if table is not None
+        }
 
 
 def row_optimizer(kind: Type[torch.optim.Optimizer]) -> Optional[str]:
@@ -83,13 +88,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
-        _check_optimizer(optimizer)
+        with hooks.lock:
+            _check_optimizer(optimizer)
         return None
 
     def run_closure() -> Any:  # the gradients to check are computed by the closure
         value = closure()
         if not _is_known(optimizer, hooks.seen_groups):
-            _check_optimizer(optimizer)
+            with hooks.lock:
+                _check_optimizer(optimizer)
         return value
 
     return ((args[0], run_closure, *args[2:]),

@@ -47,6 +47,9 @@ class TableModule(Module):
         self.sparse_grad = sparse_grad
         self.register_buffer("weight", class_weights(name, weight, self.num_classes))
         self.register_state_dict_pre_hook(_catch_up_before)
+
+    def _watch_tables(self) -> None:
+        """Lets optimizers find the tables. Called as soon as the module has them."""
         first_step.watch(self)
 
     def _init_options(self, **others: Any) -> None:

@@ -33,6 +33,7 @@ class TreeLoss(TableModule):
         # A copy, so that loading a checkpoint into this loss changes no other loss.
         self.tree = tree.clone().to(device_of_values(device))
         self.edges = make_linear(self._name, self.in_features, tree.num_edges, bias, device, dtype)
+        self._watch_tables()
 
     def _tables(self) -> List[Optional[Tensor]]:
         tables: List[Optional[Tensor]] = [self.edges.weight, self.edges.bias]

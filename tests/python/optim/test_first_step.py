@@ -5,6 +5,7 @@ became dense give a warning.
 """
 
 import copy
+import importlib
 import warnings
 import weakref
 
@@ -382,3 +383,24 @@ def test_grad_scaler_unscales_row_sparse_gradients():
     before = loss.linear.weight.detach().clone()
     scaler.step(optimizer)
     assert not torch.equal(loss.linear.weight, before)
+
+
+@pytest.mark.parametrize(
+    "place, make",
+    [("losses.linear_loss", sampled),
+     ("trees.tree_loss", lambda: xs.HierarchicalSoftmaxLoss(D, xs.LabelTree.balanced(N))),
+     ("matcher.hierarchical_matcher", lambda: xs.HierarchicalMatcher(D, xs.LabelTree.balanced(N)))])
+def test_an_optimizer_steps_while_another_thread_makes_a_table(place, make, monkeypatch):
+    loss = sampled()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    module = importlib.import_module(f"xsoftmax.{place}")
+    make_linear, calls = module.make_linear, []
+
+    def step_first(*args):
+        monkeypatch.setattr(module, "make_linear", make_linear)
+        calls.append(step(loss, optimizer))
+        return make_linear(*args)
+
+    monkeypatch.setattr(module, "make_linear", step_first)
+    made = make()
+    assert calls and made in hooks.table_modules
