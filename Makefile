@@ -36,7 +36,7 @@
 #   make docs        the site, into build/docs/html, and its checks: warnings, links, spelling, a
 #                    browser at two widths; XSOFTMAX_DOCS_EXECUTE=off: without notebooks' output
 #   make docs-links  checks the site's links to other sites
-#   make clean       removes all that make made
+#   make clean       removes what make built, but for the packages in dist
 #
 # Variables: PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS (compilers and test
 # processes at once), PYTEST_ARGS, WHEEL (make demo: a wheel to install instead of a build), MINUTES

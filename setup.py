@@ -80,8 +80,9 @@ class BuildNative(build_py):
             # on this machine, the length of that path and a build-id of it would stay in the wheel.
             "CMAKE_BUILD_WITH_INSTALL_RPATH": "OFF" if self.editable_mode else "ON"
         }
-        self.cmake("-S", ROOT, "-B", build, "-G", "Ninja",
-                   *(f"-D{name}={value}" for name, value in options.items()), *CMAKE_ARGS)
+        # These options win: conda's compilers set CMAKE_ARGS with an install prefix of their own.
+        self.cmake("-S", ROOT, "-B", build, "-G", "Ninja", *CMAKE_ARGS,
+                   *(f"-D{name}={value}" for name, value in options.items()))
         # Stripped: the table of local symbols is a sixth of the library. The one in the build
         # folder keeps it, for profilers.
         self.cmake("--build", build, "--target", "install/strip")
@@ -103,8 +104,10 @@ class WheelForAllPythons(bdist_wheel):
 
 
 def torch_requirement() -> str:
-    """A library goes with the minor release of torch that it was built against."""
-    return f"torch=={TORCH.minor}.*" if TORCH else "torch>=2.11"
+    """A library goes with the minor release of torch that it was built against; a source
+    distribution with all that it supports."""
+    is_built = TORCH is not None and "sdist" not in sys.argv
+    return f"torch=={TORCH.minor}.*" if is_built else "torch>=2.11"
 
 
 def local_version() -> str:

@@ -39,4 +39,6 @@ def main(one: Path, other: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise SystemExit("usage: .ci/compare_wheels.py WHEEL WHEEL")
     main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -20,8 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True,
-                          text=True).stdout.strip()
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout.strip()
 
 
 def problems(version: str) -> Iterator[str]:
@@ -33,6 +35,7 @@ def problems(version: str) -> Iterator[str]:
         yield f"files that are not committed:\n{changed}"
     if (branch := git("rev-parse", "--abbrev-ref", "HEAD")) != "main":
         yield f"expected the branch main, got {branch}"
+    git("var", "GIT_COMMITTER_IDENT")  # the tag needs one
     if git("tag", "--list", f"v{version}"):
         yield f"the tag v{version} exists"
     # That other files name the version of the package is a check of `make lint`.
@@ -105,13 +108,14 @@ def finish(version: str, torch_versions: list[str]) -> None:
     dist = ROOT / "dist"
     wheels = sorted((dist / "wheels/xsoftmax").glob(f"xsoftmax-{version}+*.whl"))
     sources = dist / f"xsoftmax-{version}.tar.gz"
+    expected = [f"xsoftmax-{version}+torch{minor}.cpu-" for minor in torch_versions]
     absent = [
-        minor for minor in torch_versions if not any(
-            wheel.name.startswith(f"xsoftmax-{version}+torch{minor}.cpu-") for wheel in wheels)
+        f"{start}*.whl"
+        for start in expected if not any(wheel.name.startswith(start) for wheel in wheels)
     ]
-    if absent or not sources.is_file():
-        raise SystemExit(f"{dist}: expected {sources.name}, and wheels for torch "
-                         f"{', '.join(torch_versions)}; there is none for {', '.join(absent)}")
+    absent += [] if sources.is_file() else [sources.name]
+    if absent:
+        raise SystemExit(f"{dist}: expected {', '.join(absent)}, got none")
     for wheel in wheels:
         wheel.with_suffix(".cdx.json").write_text(components(wheel) + "\n")
     packages = [sources, *wheels, *(wheel.with_suffix(".cdx.json") for wheel in wheels)]

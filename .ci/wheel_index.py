@@ -45,4 +45,6 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: .ci/wheel_index.py FOLDER")
     main(Path(sys.argv[1]))
