@@ -144,7 +144,7 @@ print(all(torch.equal(alone[seed], found[seed]) for seed in alone))
 
 
 def test_threads_train_as_each_would_alone():
-    # In a program of its own, since modules that other tests load switch the lock of a free-threaded
+    # In a program of its own: modules that other tests load switch the lock of a free-threaded
     # Python on.
     assert output(sys.executable, "-c", THREADS) == "True\n"
 

@@ -50,9 +50,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 Optimizer = torch.optim.Optimizer
 StepHook = Callable[[Optimizer, Any, Any], Any]
 
-# Used by `first_step`, which holds the lock while it adds to registries or goes through them: threads
-# may make and train models side by side. The lock can be taken again, since a row optimizer that is
-# garbage-collected meanwhile looks at them too.
+# Used by `first_step`, which holds the lock while it adds to registries or goes through them:
+# threads may make and train models side by side. The lock can be taken again, since a row optimizer
+# that is garbage-collected meanwhile looks at them too.
 lock = threading.RLock()
 table_modules: "weakref.WeakSet[Any]" = weakref.WeakSet()
 # Row optimizers, and other optimizers found by a search.
