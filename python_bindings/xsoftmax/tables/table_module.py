@@ -135,7 +135,7 @@ class TableModule(Module):
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         super().__setstate__(state)
-        first_step.watch(self)
+        self._watch_tables()
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> "TableModule":
         self.catch_up()
