@@ -8,6 +8,7 @@ import torch
 
 _FOLDER = Path(__file__).parent.parent
 _NAME = "libxsoftmax.so"
+_OLDEST = (2, 11)  # of torch, as in CMakeLists.txt
 
 
 def _read_torch_minor(library: Path) -> str:
@@ -38,10 +39,13 @@ def _load() -> Path:
     if not library.is_file():
         raise ImportError(f"xsoftmax: cannot load {library}: no such file. {remedy}")
     if built_minor and built_minor != minor:
-        raise ImportError(f"xsoftmax: {library} was built for torch {built_minor}, but torch "
-                          f"{torch.__version__} is running: pip install 'torch=={built_minor}.*', "
-                          f"or a wheel of xsoftmax whose version has +torch{minor}, or build it "
-                          "from its source: pip install --no-build-isolation .")
+        too_old = tuple(map(int, minor.split("."))) < _OLDEST
+        raise ImportError(
+            f"xsoftmax: {library} was built for torch {built_minor}, but torch "
+            f"{torch.__version__} is running: pip install 'torch=={built_minor}.*'" +
+            (f". xsoftmax needs torch {'.'.join(map(str, _OLDEST))} or later" if too_old else
+             f", or a wheel of xsoftmax whose version has +torch{minor}, or build it from its "
+             "source: pip install --no-build-isolation ."))
     try:
         torch.ops.load_library(str(library))
         # Values of XSOFTMAX_CPU, XSOFTMAX_PRODUCTS and XSOFTMAX_FLOAT32_PRODUCTS that this CPU does
