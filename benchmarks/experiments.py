@@ -89,8 +89,9 @@ STUDIES = {
          Part("aloi_like", 60, ("benchmarks/classifiers.py --write-aloi-like {out}/aloi.txt",
                                 CLASSIFIERS + "--libsvm {out}/aloi.txt --lr 0.01 0.03 0.1 0.3"),
               ("vw",)),
-         Part("gaussians", 300, (CLASSIFIERS + "--gaussians 10000 --lr 0.001 0.003 0.01 0.03 0.1",),
-              ("vw",)),
+         Part("gaussians", 300,
+              (CLASSIFIERS + "--gaussians 10000 --finalists 3 --lr "
+               "0.0003 0.001 0.003 0.01 0.03 0.1 0.3",), ("vw",)),
          Part("omniglot", 240,
               ("examples/image_classes/train.py --data {omniglot} --threads 1 --epochs {n:20} "
                "--checkpoint {out}/model.ckpt --output {out}/vgg",

@@ -18,9 +18,11 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13.0)
   message(FATAL_ERROR "XSOFTMAX_CUDA=ON needs CUDA 13, found ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}")
 endif()
 
-# xsoftmax_add_cuda_sources(TARGET FILE...): compiles each FILE for all of CMAKE_CUDA_ARCHITECTURES.
+# xsoftmax_add_cuda_sources(TARGET FILE...): compiles FILEs for all of CMAKE_CUDA_ARCHITECTURES.
 function(xsoftmax_add_cuda_sources target)
-  target_sources(${target} PRIVATE ${ARGN})
+  xsoftmax_batch_sources(batches .cu ${ARGN})
+  list(TRANSFORM batches PREPEND ${PROJECT_BINARY_DIR}/)
+  target_sources(${target} PRIVATE ${batches})
   # Compressed for size, kernels take a sixth of the space, and nvcc a tenth more time.
   target_compile_options(${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --expt-extended-lambda -Xcompiler=-Wall

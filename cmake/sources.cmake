@@ -7,13 +7,14 @@ list(FILTER XSOFTMAX_SOURCES EXCLUDE REGEX "[.]simd[.]cpp$")
 list(FILTER XSOFTMAX_SIMD_SOURCES INCLUDE REGEX "[.]simd[.]cpp$")
 file(GLOB_RECURSE XSOFTMAX_CUDA_SOURCES RELATIVE ${CMAKE_CURRENT_LIST_DIR}/.. CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/../csrc/*_cuda.cu)
 
-set(XSOFTMAX_BATCH 5 CACHE STRING "C++ files compiled as one; 1: each by itself, for work on them")
+set(XSOFTMAX_BATCH 5 CACHE STRING "Files compiled as one; 1: each by itself, for work on them")
 
-# xsoftmax_batch_sources(BATCHES FILE...): writes a file for each XSOFTMAX_BATCH FILEs of a folder
-# that includes them. Torch's headers and their templates are then read once for all of them, which
-# takes two fifths off the time of a build. Names at file scope must differ within a folder. BATCHES
-# are these files, and for each of them batch_NAME is the list of its FILEs.
-function(xsoftmax_batch_sources batches)
+# xsoftmax_batch_sources(BATCHES SUFFIX FILE...): writes a file with this SUFFIX for each
+# XSOFTMAX_BATCH FILEs of a folder that includes them. Torch's headers and their templates are then
+# read once for all of them, which takes two fifths off the time of a build. Names at file scope must
+# differ within a folder. BATCHES are these files, and for each of them batch_NAME is the list of its
+# FILEs.
+function(xsoftmax_batch_sources batches suffix)
   set(written "")
   set(folders "")
   foreach(file IN LISTS ARGN)
@@ -31,8 +32,8 @@ function(xsoftmax_batch_sources batches)
       list(REMOVE_ITEM files_of_${folder} ${files})
       list(TRANSFORM files REPLACE "^csrc/(.+)" "#include \"\\1\"\n" OUTPUT_VARIABLE includes)
       string(REPLACE ";" "" includes "${includes}")
-      file(CONFIGURE OUTPUT batches/${name}_${number}.cpp CONTENT "${includes}" @ONLY)
-      list(APPEND written batches/${name}_${number}.cpp)
+      file(CONFIGURE OUTPUT batches/${name}_${number}${suffix} CONTENT "${includes}" @ONLY)
+      list(APPEND written batches/${name}_${number}${suffix})
       set(batch_${name}_${number} ${files} PARENT_SCOPE)
       math(EXPR number "${number} + 1")
     endwhile()
@@ -47,7 +48,7 @@ endfunction()
 function(xsoftmax_split_sources compiled objects)
   set(to_compile "")
   set(to_link "")
-  xsoftmax_batch_sources(batches ${ARGN})
+  xsoftmax_batch_sources(batches .cpp ${ARGN})
   foreach(batch IN LISTS batches)
     get_filename_component(name ${batch} NAME_WE)
     set(touches_memory "")
