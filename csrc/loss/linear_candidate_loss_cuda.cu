@@ -286,11 +286,11 @@ void launch(QueryPass<T> pass, const Tensor& like) {
 }
 
 // The tensors of a call, as the kernels take them.
-struct Operands {
+struct LinearLossOperands {
   Tensor query, table, bias, targets, private_ids, shared;
   int64_t row_width, shared_width;
 
-  explicit Operands(const LinearLossArguments& arguments)
+  explicit LinearLossOperands(const LinearLossArguments& arguments)
       : query(arguments.input.contiguous()), table(with_unit_column_stride(arguments.weight)),
         bias(is_defined(arguments.bias) ? arguments.bias->contiguous() : Tensor()),
         targets(arguments.target.contiguous()),
@@ -334,7 +334,7 @@ struct Operands {
 CandidateLossState forward_cuda(const LinearLossArguments& arguments, std::array<bool, 2> wanted,
                                 bool aligned) {
   const c10::cuda::CUDAGuard guard(arguments.input.device());
-  const Operands tensors(arguments);
+  const LinearLossOperands tensors(arguments);
   const Tensor &query = tensors.query, &bias = tensors.bias;
   const int64_t queries = query.size(0), features = query.size(1), row_width = tensors.row_width,
                 shared_width = tensors.shared_width;
