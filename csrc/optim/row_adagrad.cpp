@@ -19,8 +19,6 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 
-enum State { kCount, kSum };
-
 struct AdagradRule {
   using Options = optim::RowAdagradOptions;
   static constexpr const char* kName = "RowAdagrad";
@@ -29,7 +27,7 @@ struct AdagradRule {
                               *kCheckTerms = "row_adagrad_check_terms",
                               *kState = "row_adagrad_state", *kFlush = "row_adagrad_flush_";
   static constexpr size_t kRowState = 2, kDenseState = 2;
-  static constexpr std::array<size_t, 1> kHostState{kCount};
+  static constexpr std::array<size_t, 1> kHostState{AdagradState::kCount};
   static constexpr std::array<const char*, kRowState> kNames{"step", "sum"};
 
   static std::vector<Tensor> new_state(const Tensor& param, bool rows, const Options& options) {
@@ -44,7 +42,7 @@ struct AdagradRule {
   }
 
   static void check_rows(const char* op, const Tensor& param, TensorList state) {
-    const Tensor& sum = state[kSum];
+    const Tensor& sum = state[AdagradState::kSum];
     TORCH_CHECK_VALUE(sum.dim() == 1 || sum.dim() == param.dim(), op,
                       ": expected sum of param's shape or [N], got shape ", sum.sym_sizes());
     if (sum.dim() == param.dim()) {
@@ -55,18 +53,18 @@ struct AdagradRule {
   }
 
   static void check_dense(const char* op, const Tensor& param, TensorList state) {
-    check_dense_state(op, "sum", state[kSum], param);
+    check_dense_state(op, "sum", state[AdagradState::kSum], param);
   }
   static void check_step(const ParamStep<Options>&) {}
 
   static bool fits_kernel(const Tensor& param, TensorList state) {
-    return has_row_view(param) && has_row_view(state[kSum]);
+    return has_row_view(param) && has_row_view(state[AdagradState::kSum]);
   }
 
   static void step_rows(const ParamStep<Options>& item, bool kernel) {
     const Options& options = *item.options;
-    const Tensor& sum = item.state[kSum];
-    int64_t& step = *item.state[kCount].mutable_data_ptr<int64_t>();
+    const Tensor& sum = item.state[AdagradState::kSum];
+    int64_t& step = *item.state[AdagradState::kCount].mutable_data_ptr<int64_t>();
     const double rate = row_adagrad_rate(options.lr(), options.lr_decay(), step + 1);
     (kernel ? row_adagrad_rows_cpu : row_adagrad_rows_reference)(
         {item.param, sum, rate, options.weight_decay(), options.eps(),
@@ -83,21 +81,22 @@ struct AdagradRule {
 
   static void step_dense(const std::vector<ParamStep<Options>>& items, bool fused) {
     const Options& options = *items[0].options;
-    const std::vector<Tensor> steps = state_of(items, kCount);
+    const std::vector<Tensor> steps = state_of(items, AdagradState::kCount);
     at::_foreach_add_(steps, 1);
     if (fused) {
-      at::_fused_adagrad_(params_of(items), values_of(items), state_of(items, kSum), steps,
-                          options.lr(), options.lr_decay(), options.weight_decay(), options.eps(),
-                          options.maximize());
+      at::_fused_adagrad_(params_of(items), values_of(items), state_of(items, AdagradState::kSum),
+                          steps, options.lr(), options.lr_decay(), options.weight_decay(),
+                          options.eps(), options.maximize());
       return;
     }
     for (const auto& item : items) {
       const Tensor descent = descent_of(options, item.values);
       const Tensor g =
           options.weight_decay() != 0 ? descent.add(item.param, options.weight_decay()) : descent;
-      item.state[kSum].addcmul_(g, g);
-      const Tensor slower = (item.state[kCount].to(at::kDouble) - 1) * options.lr_decay() + 1;
-      const Tensor divisor = item.state[kSum].sqrt().add_(options.eps()).mul_(slower);
+      item.state[AdagradState::kSum].addcmul_(g, g);
+      const Tensor slower =
+          (item.state[AdagradState::kCount].to(at::kDouble) - 1) * options.lr_decay() + 1;
+      const Tensor divisor = item.state[AdagradState::kSum].sqrt().add_(options.eps()).mul_(slower);
       if (is_defined(item.lr)) {
         item.param.sub_(g.div(divisor).mul_(scalar_of(*item.lr)));
       } else {

@@ -27,6 +27,11 @@ namespace xsoftmax {
 // Row state: step int64 [], sum in param's shape in opmath dtype or bfloat16 (state_dtype), or [N]
 // in opmath dtype. Dense state: step float32 [], sum.
 
+/// The tensors of the state, in this order.
+struct AdagradState {
+  enum { kCount, kSum };
+};
+
 /// Interface for the CUDA kernels: argument checks, options as numbers, and the composite.
 struct RowAdagradNumbers {
   double lr, lr_decay, weight_decay, eps;

@@ -11,8 +11,6 @@ using at::Tensor;
 using at::TensorList;
 using namespace cuda;
 
-enum State { kCount, kSum };
-
 // kRowWise: one sum per row, of type S.
 template <typename T, typename S, bool kRowWise>
 struct AdagradRows {
@@ -111,8 +109,8 @@ template <typename T, typename S, bool kRowWise>
 void step_rows_of(const Tensor& param, TensorList state, const GradientOfRows& gradient,
                   const RowAdagradNumbers& numbers, const LearningRate& rate) {
   AdagradRows<T, S, kRowWise> rule{device_rows<T>(param),
-                                   device_rows<S>(state[kSum]),
-                                   state[kCount].const_data_ptr<int64_t>(),
+                                   device_rows<S>(state[AdagradState::kSum]),
+                                   state[AdagradState::kCount].const_data_ptr<int64_t>(),
                                    numbers,
                                    rate,
                                    false};
@@ -122,26 +120,26 @@ void step_rows_of(const Tensor& param, TensorList state, const GradientOfRows& g
   update_rows(rule, numbers.maximize ? gradient.negated() : gradient, param.size(0));
 }
 
-void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient,
-               const RowAdagradNumbers& numbers, const OptionalTensor& lr) {
+void step_adagrad_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient,
+                       const RowAdagradNumbers& numbers, const OptionalTensor& lr) {
   Tensor lr_storage;
   const LearningRate rate = learning_rate(numbers.lr, lr, param, lr_storage);
-  dispatch_rows(param, state[kSum], [&](auto zero, auto zero_state) {
+  dispatch_rows(param, state[AdagradState::kSum], [&](auto zero, auto zero_state) {
     using T = decltype(zero);
     using S = decltype(zero_state);
     if constexpr (std::is_same_v<S, at::opmath_type<T>>) {
-      if (state[kSum].dim() < param.dim()) {
+      if (state[AdagradState::kSum].dim() < param.dim()) {
         step_rows_of<T, S, true>(param, state, gradient, numbers, rate);
         return;
       }
     }
     step_rows_of<T, S, false>(param, state, gradient, numbers, rate);
   });
-  state[kCount].add_(1);
+  state[AdagradState::kCount].add_(1);
 }
 
-bool supports_kernel(const Tensor& param, TensorList state) {
-  return !use_reference() && has_row_view(param) && has_row_view(state[kSum]);
+bool supports_adagrad_kernel(const Tensor& param, TensorList state) {
+  return !use_reference() && has_row_view(param) && has_row_view(state[AdagradState::kSum]);
 }
 
 void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows,
@@ -149,8 +147,8 @@ void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& 
                            const OptionalTensor& lr) {
   const RowAdagradNumbers numbers = check_row_adagrad_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
-  if (supports_kernel(param, state)) {
-    step_rows(param, state, {rows, values}, numbers, lr);
+  if (supports_adagrad_kernel(param, state)) {
+    step_adagrad_rows(param, state, {rows, values}, numbers, lr);
   } else {
     row_adagrad_rows_composite(param, state, rows, values, options, lr);
   }
@@ -161,7 +159,8 @@ void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& 
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
   m.impl("row_adagrad_rows_", row_adagrad_rows_cuda);
   m.impl("row_adagrad_terms_",
-         step_by_terms<row_adagrad_terms, supports_kernel, step_rows, row_adagrad_rows_cuda>);
+         step_by_terms<row_adagrad_terms, supports_adagrad_kernel, step_adagrad_rows,
+                       row_adagrad_rows_cuda>);
 }
 
 } // namespace xsoftmax

@@ -24,8 +24,6 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 
-enum State { kCount, kExpAvg, kExpAvgSq, kLastStep, kPending };
-
 double power(double beta, int64_t step) { return std::pow(beta, double(step)); }
 
 // Returns first / root, or 0 where the root is 0 because a row has no moments yet.
@@ -40,7 +38,7 @@ struct AdamRule : PendingRule<AdamRule> {
                               *kTerms = "row_adam_terms_", *kCheckTerms = "row_adam_check_terms",
                               *kState = "row_adam_state", *kFlush = "row_adam_flush_";
   static constexpr size_t kRowState = 5, kDenseState = 3;
-  static constexpr std::array<size_t, 2> kHostState{kCount, kPending};
+  static constexpr std::array<size_t, 2> kHostState{AdamState::kCount, AdamState::kPending};
   static constexpr std::array<const char*, kRowState> kNames{"step", "exp_avg", "exp_avg_sq",
                                                              "last_step", "pending"};
 
@@ -63,8 +61,8 @@ struct AdamRule : PendingRule<AdamRule> {
   }
 
   static void check_dense(const char* op, const Tensor& param, TensorList state) {
-    check_dense_state(op, "exp_avg", state[kExpAvg], param);
-    check_dense_state(op, "exp_avg_sq", state[kExpAvgSq], param);
+    check_dense_state(op, "exp_avg", state[AdamState::kExpAvg], param);
+    check_dense_state(op, "exp_avg_sq", state[AdamState::kExpAvgSq], param);
   }
 
   static void check_step(const ParamStep<Options>& step) {
@@ -75,20 +73,21 @@ struct AdamRule : PendingRule<AdamRule> {
   }
 
   static bool fits_kernel(const Tensor& param, TensorList state) {
-    return has_row_view(param) && has_row_view(state[kExpAvg]) && has_row_view(state[kExpAvgSq]);
+    return has_row_view(param) && has_row_view(state[AdamState::kExpAvg]) &&
+        has_row_view(state[AdamState::kExpAvgSq]);
   }
 
   static void step_rows(const ParamStep<Options>& item, bool kernel) {
     const TensorList state = item.state;
     const Options& options = *item.options;
-    int64_t& step = *state[kCount].mutable_data_ptr<int64_t>();
+    int64_t& step = *state[AdamState::kCount].mutable_data_ptr<int64_t>();
     const auto [beta1, beta2] = options.betas();
     const PendingSteps::Coefficients coefficients{beta1, beta2, options.eps()};
     PendingSteps pending = ready(item.param, state, coefficients, kernel);
     const RowAdamUpdate next{item.param,
-                             state[kExpAvg],
-                             state[kExpAvgSq],
-                             state[kLastStep],
+                             state[AdamState::kExpAvg],
+                             state[AdamState::kExpAvgSq],
+                             state[AdamState::kLastStep],
                              pending,
                              step + 1,
                              beta1,
@@ -100,7 +99,7 @@ struct AdamRule : PendingRule<AdamRule> {
     (kernel ? row_adam_rows_cpu : row_adam_rows_reference)(next, *item.rows,
                                                            descent_of(options, item.values));
     ++step;
-    PendingSteps::set_rounds(state[kPending], options.stochastic_rounding());
+    PendingSteps::set_rounds(state[AdamState::kPending], options.stochastic_rounding());
     pending.add(row_adam_pending_rate(options.lr(), power(beta1, step), power(beta2, step)),
                 std::log1p(-options.lr() * options.weight_decay()));
   }
@@ -113,10 +112,11 @@ struct AdamRule : PendingRule<AdamRule> {
 
   static void catch_up_rows(const Tensor& param, TensorList state, PendingSteps& pending,
                             int64_t step, bool rebase, bool kernel) {
-    const auto [beta1, beta2, eps] = PendingSteps::coefficients(state[kPending]);
+    const auto [beta1, beta2, eps] = PendingSteps::coefficients(state[AdamState::kPending]);
     (kernel ? row_adam_flush_cpu : row_adam_flush_reference)(
-        {param, state[kExpAvg], state[kExpAvgSq], state[kLastStep], pending, step, beta1, beta2,
-         eps, 0, 1, PendingSteps::rounds(state[kPending]), rebase});
+        {param, state[AdamState::kExpAvg], state[AdamState::kExpAvgSq], state[AdamState::kLastStep],
+         pending, step, beta1, beta2, eps, 0, 1, PendingSteps::rounds(state[AdamState::kPending]),
+         rebase});
   }
 
   static bool can_fuse(const Tensor&) { return true; }
@@ -124,22 +124,24 @@ struct AdamRule : PendingRule<AdamRule> {
   static void step_dense(const std::vector<ParamStep<Options>>& items, bool fused) {
     const Options& options = *items[0].options;
     const auto [beta1, beta2] = options.betas();
-    const std::vector<Tensor> steps = state_of(items, kCount);
+    const std::vector<Tensor> steps = state_of(items, AdamState::kCount);
     at::_foreach_add_(steps, 1);
     const OptionalTensor& lr = items[0].lr;
     if (fused) {
       const auto step = [&](const auto& rate) {
-        at::_fused_adamw_(params_of(items), values_of(items), state_of(items, kExpAvg),
-                          state_of(items, kExpAvgSq), {}, steps, rate, std::get<0>(options.betas()),
-                          std::get<1>(options.betas()), options.weight_decay(), options.eps(),
+        at::_fused_adamw_(params_of(items), values_of(items), state_of(items, AdamState::kExpAvg),
+                          state_of(items, AdamState::kExpAvgSq), {}, steps, rate,
+                          std::get<0>(options.betas()), std::get<1>(options.betas()),
+                          options.weight_decay(), options.eps(),
                           /*amsgrad=*/false, options.maximize());
       };
       is_defined(lr) ? step(scalar_of(*lr).to(at::kFloat)) : step(options.lr());
       return;
     }
     for (const auto& item : items) {
-      const Tensor step = item.state[kCount].to(at::kDouble);
-      const Tensor &first = item.state[kExpAvg], &second = item.state[kExpAvgSq];
+      const Tensor step = item.state[AdamState::kCount].to(at::kDouble);
+      const Tensor &first = item.state[AdamState::kExpAvg],
+                   &second = item.state[AdamState::kExpAvgSq];
       if (is_defined(lr)) {
         item.param.mul_(1 - scalar_of(*lr) * options.weight_decay());
       } else {
@@ -165,15 +167,15 @@ void check_row_adam_state(const char* op, const Tensor& param, TensorList state)
   if (state.size() != AdamRule::kRowState) {
     report_wrong_state(op, 0, AdamRule::kRowState, state.size());
   }
-  check_row_step(op, state[kCount], param);
-  const Tensor &first = state[kExpAvg], &second = state[kExpAvgSq];
+  check_row_step(op, state[AdamState::kCount], param);
+  const Tensor &first = state[AdamState::kExpAvg], &second = state[AdamState::kExpAvgSq];
   const auto wide = opmath_dtype(param.scalar_type());
   check_element_state(op, "exp_avg", first, param);
   const bool is_row_wise = second.dim() == 1 && (param.dim() != 1 || second.scalar_type() == wide);
   check_row_state(op, "exp_avg_sq", second, param, !is_row_wise,
                   is_row_wise ? wide : first.scalar_type());
-  check_row_state(op, "last_step", state[kLastStep], param, false, at::kInt);
-  PendingSteps::check(op, state[kPending], param);
+  check_row_state(op, "last_step", state[AdamState::kLastStep], param, false, at::kInt);
+  PendingSteps::check(op, state[AdamState::kPending], param);
 }
 
 void flush_row_adam(const Tensor& param, TensorList state) {

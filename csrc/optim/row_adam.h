@@ -63,6 +63,11 @@ void check_row_adam_state(const char* op, const at::Tensor& param, at::TensorLis
 /// Calls row_adam_flush_ through the dispatcher.
 void flush_row_adam(const at::Tensor& param, at::TensorList state);
 
+/// The tensors of the state, in this order.
+struct AdamState {
+  enum { kCount, kExpAvg, kExpAvgSq, kLastStep, kPending };
+};
+
 /// Interface for the CUDA kernels: argument checks, options as numbers, and the composites.
 struct RowAdamNumbers {
   double lr, beta1, beta2, eps, weight_decay;

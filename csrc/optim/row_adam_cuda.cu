@@ -12,8 +12,6 @@ using at::Tensor;
 using at::TensorList;
 using namespace cuda;
 
-enum State { kCount, kExpAvg, kExpAvgSq, kLastStep, kPending };
-
 // kRowWise: one second moment per row, of type M; otherwise both moments have type S.
 template <typename T, typename S, bool kRowWise>
 struct AdamRows {
@@ -223,9 +221,9 @@ AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state,
                                    const RowAdamNumbers& numbers, const LearningRate& lr) {
   using Rows = AdamRows<T, S, kRowWise>;
   Rows rows{device_rows<T>(param),
-            device_rows<S>(state[kExpAvg]),
-            device_rows<typename Rows::Second>(state[kExpAvgSq]),
-            device_rows<int32_t>(state[kLastStep]),
+            device_rows<S>(state[AdamState::kExpAvg]),
+            device_rows<typename Rows::Second>(state[AdamState::kExpAvgSq]),
+            device_rows<int32_t>(state[AdamState::kLastStep]),
             device_pending,
             numbers,
             lr,
@@ -242,10 +240,10 @@ AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state,
 template <typename Function>
 void with_rule(const Tensor& param, TensorList state, const DevicePendingSteps& device_pending,
                const RowAdamNumbers& numbers, const LearningRate& lr, const Function& function) {
-  dispatch_rows(param, state[kExpAvg], [&](auto zero, auto zero_state) {
+  dispatch_rows(param, state[AdamState::kExpAvg], [&](auto zero, auto zero_state) {
     using T = decltype(zero);
     using S = decltype(zero_state);
-    if (one_second_moment(param, state[kExpAvg], state[kExpAvgSq])) {
+    if (one_second_moment(param, state[AdamState::kExpAvg], state[AdamState::kExpAvgSq])) {
       function(adam_rows<T, S, true>(param, state, device_pending, numbers, lr));
     } else {
       function(adam_rows<T, S, false>(param, state, device_pending, numbers, lr));
@@ -253,16 +251,16 @@ void with_rule(const Tensor& param, TensorList state, const DevicePendingSteps& 
   });
 }
 
-bool supports_kernel(const Tensor& param, TensorList state) {
-  return !use_reference() && has_row_view(param) && has_row_view(state[kExpAvg]) &&
-      has_row_view(state[kExpAvgSq]);
+bool supports_adam_kernel(const Tensor& param, TensorList state) {
+  return !use_reference() && has_row_view(param) && has_row_view(state[AdamState::kExpAvg]) &&
+      has_row_view(state[AdamState::kExpAvgSq]);
 }
 
-void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient,
-               const RowAdamNumbers& numbers, const OptionalTensor& lr) {
+void step_adam_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient,
+                    const RowAdamNumbers& numbers, const OptionalTensor& lr) {
   const DevicePendingSteps steps =
-      device_pending(state[kCount], state[kPending], numbers.beta1, numbers.beta2, numbers.eps,
-                     numbers.stochastic_rounding);
+      device_pending(state[AdamState::kCount], state[AdamState::kPending], numbers.beta1,
+                     numbers.beta2, numbers.eps, numbers.stochastic_rounding);
   Tensor lr_storage;
   const LearningRate rate = learning_rate(numbers.lr, lr, param, lr_storage);
   with_rule(param, state, steps, numbers, rate, [&](const auto& rule) {
@@ -277,8 +275,8 @@ void row_adam_rows_cuda(const Tensor& param, TensorList state, const Tensor& row
                         const Tensor& values, std::string_view options, const OptionalTensor& lr) {
   const RowAdamNumbers numbers = check_row_adam_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
-  if (supports_kernel(param, state)) {
-    step_rows(param, state, {rows, values}, numbers, lr);
+  if (supports_adam_kernel(param, state)) {
+    step_adam_rows(param, state, {rows, values}, numbers, lr);
   } else {
     row_adam_rows_composite(param, state, rows, values, options, lr);
   }
@@ -290,11 +288,12 @@ void row_adam_flush_cuda(const Tensor& param, TensorList state) {
     return;
   }
   const c10::cuda::CUDAGuard guard(param.device());
-  if (!supports_kernel(param, state)) {
+  if (!supports_adam_kernel(param, state)) {
     row_adam_flush_composite(param, state);
     return;
   }
-  const DevicePendingSteps steps = device_pending(state[kCount], state[kPending]);
+  const DevicePendingSteps steps =
+      device_pending(state[AdamState::kCount], state[AdamState::kPending]);
   with_rule(param, state, steps, {}, {}, [&](const auto& rule) { catch_up(rule, param); });
   clear_pending(steps);
   caught_up(param, state);
@@ -305,7 +304,7 @@ void row_adam_flush_cuda(const Tensor& param, TensorList state) {
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
   m.impl("row_adam_rows_", row_adam_rows_cuda);
   m.impl("row_adam_terms_",
-         step_by_terms<row_adam_terms, supports_kernel, step_rows, row_adam_rows_cuda>);
+         step_by_terms<row_adam_terms, supports_adam_kernel, step_adam_rows, row_adam_rows_cuda>);
   m.impl("row_adam_flush_", row_adam_flush_cuda);
 }
 

@@ -26,18 +26,16 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 
-enum State { kCount, kBuffer, kLastStep, kPending };
-
 // The buffer is [0] until a step needs it.
 bool has_buffer(const Tensor& param, TensorList state) {
-  return state[kBuffer].sizes() == param.sizes();
+  return state[SgdState::kBuffer].sizes() == param.sizes();
 }
 
 // Allocates the buffer for steps with momentum. Returns true if it did not exist before.
 bool make_buffer(const Tensor& param, TensorList state) {
   const bool missing = !has_buffer(param, state);
   if (missing) {
-    state[kBuffer].set_(table_zeros(param.sizes(), state[kBuffer].options()));
+    state[SgdState::kBuffer].set_(table_zeros(param.sizes(), state[SgdState::kBuffer].options()));
   }
   return missing;
 }
@@ -49,7 +47,7 @@ struct SgdRule : PendingRule<SgdRule> {
                               *kTerms = "row_sgd_terms_", *kCheckTerms = "row_sgd_check_terms",
                               *kState = "row_sgd_state", *kFlush = "row_sgd_flush_";
   static constexpr size_t kRowState = 4, kDenseState = 2;
-  static constexpr std::array<size_t, 2> kHostState{kCount, kPending};
+  static constexpr std::array<size_t, 2> kHostState{SgdState::kCount, SgdState::kPending};
   static constexpr std::array<const char*, kRowState> kNames{"step", "momentum_buffer", "last_step",
                                                              "pending"};
 
@@ -70,8 +68,8 @@ struct SgdRule : PendingRule<SgdRule> {
   }
 
   static void check_dense(const char* op, const Tensor& param, TensorList state) {
-    if (state[kBuffer].dim() != 1 || state[kBuffer].sym_size(0) != 0) {
-      check_dense_state(op, "momentum_buffer", state[kBuffer], param);
+    if (state[SgdState::kBuffer].dim() != 1 || state[SgdState::kBuffer].sym_size(0) != 0) {
+      check_dense_state(op, "momentum_buffer", state[SgdState::kBuffer], param);
     }
   }
 
@@ -82,20 +80,20 @@ struct SgdRule : PendingRule<SgdRule> {
                       options.weight_decay());
     TORCH_CHECK_VALUE(
         options.momentum() == 0 || has_buffer(step.param, step.state) ||
-            MappedFile::of(step.state[kLastStep]) == nullptr,
+            MappedFile::of(step.state[SgdState::kLastStep]) == nullptr,
         "RowSGD: expected the momentum of a mapped table from its first step on, got ",
         options.momentum(),
         " later: its state has no room for a buffer. Delete the file of the state to begin anew");
   }
 
   static bool fits_kernel(const Tensor& param, TensorList state) {
-    return has_row_view(param) && has_row_view(state[kBuffer]);
+    return has_row_view(param) && has_row_view(state[SgdState::kBuffer]);
   }
 
   static void step_rows(const ParamStep<Options>& item, bool kernel) {
     const TensorList state = item.state;
     const Options& options = *item.options;
-    int64_t& step = *state[kCount].mutable_data_ptr<int64_t>();
+    int64_t& step = *state[SgdState::kCount].mutable_data_ptr<int64_t>();
     const double momentum = options.momentum();
     const PendingSteps::Coefficients coefficients{momentum, double(options.nesterov()), 0};
     PendingSteps pending = ready(item.param, state, coefficients, kernel);
@@ -104,21 +102,22 @@ struct SgdRule : PendingRule<SgdRule> {
       make_buffer(item.param, state);
     }
     const bool defers = momentum != 0 || options.weight_decay() != 0 || !pending.empty();
-    const RowSGDUpdate update{item.param,
-                              momentum != 0 ? OptionalTensor(state[kBuffer]) : std::nullopt,
-                              defers ? OptionalTensor(state[kLastStep]) : std::nullopt,
-                              pending,
-                              step + 1,
-                              momentum,
-                              options.lr(),
-                              1 - options.lr() * options.weight_decay(),
-                              first ? 1 : 1 - options.dampening(),
-                              options.nesterov(),
-                              options.maximize(),
-                              options.stochastic_rounding()};
+    const RowSGDUpdate update{
+        item.param,
+        momentum != 0 ? OptionalTensor(state[SgdState::kBuffer]) : std::nullopt,
+        defers ? OptionalTensor(state[SgdState::kLastStep]) : std::nullopt,
+        pending,
+        step + 1,
+        momentum,
+        options.lr(),
+        1 - options.lr() * options.weight_decay(),
+        first ? 1 : 1 - options.dampening(),
+        options.nesterov(),
+        options.maximize(),
+        options.stochastic_rounding()};
     (kernel ? row_sgd_rows_cpu : row_sgd_rows_reference)(update, *item.rows, item.values);
     ++step;
-    PendingSteps::set_rounds(state[kPending], options.stochastic_rounding());
+    PendingSteps::set_rounds(state[SgdState::kPending], options.stochastic_rounding());
     if (defers) {
       pending.add(options.lr() * (options.nesterov() ? momentum : 1),
                   std::log1p(-options.lr() * options.weight_decay()));
@@ -139,13 +138,13 @@ struct SgdRule : PendingRule<SgdRule> {
 
   static void catch_up_rows(const Tensor& param, TensorList state, PendingSteps& pending,
                             int64_t step, bool rebase, bool kernel) {
-    const double momentum = ratio_of(PendingSteps::coefficients(state[kPending]));
-    RowSGDUpdate update{param, std::nullopt, state[kLastStep], pending, step, momentum};
+    const double momentum = ratio_of(PendingSteps::coefficients(state[SgdState::kPending]));
+    RowSGDUpdate update{param, std::nullopt, state[SgdState::kLastStep], pending, step, momentum};
     update.rebase = rebase;
-    update.stochastic_rounding = PendingSteps::rounds(state[kPending]);
+    update.stochastic_rounding = PendingSteps::rounds(state[SgdState::kPending]);
     // Steps without momentum leave the buffer unchanged.
     if (momentum != 0 && has_buffer(param, state)) {
-      update.momentum_buffer = state[kBuffer];
+      update.momentum_buffer = state[SgdState::kBuffer];
     }
     (kernel ? row_sgd_flush_cpu : row_sgd_flush_reference)(update);
   }
@@ -159,7 +158,7 @@ struct SgdRule : PendingRule<SgdRule> {
     for (const auto& item : items) {
       const bool buffer_is_new = options.momentum() != 0 && !has_buffer(item.param, item.state);
       if (buffer_is_new) {
-        item.state[kBuffer].set_(at::zeros_like(item.param));
+        item.state[SgdState::kBuffer].set_(at::zeros_like(item.param));
       }
       // The host has to tell the fused kernel whether a step is the first, which matters if the
       // gradient is dampened.
@@ -171,7 +170,7 @@ struct SgdRule : PendingRule<SgdRule> {
     }
     if (!fusing.empty()) {
       const auto buffers =
-          options.momentum() != 0 ? state_of(fusing, kBuffer) : std::vector<Tensor>();
+          options.momentum() != 0 ? state_of(fusing, SgdState::kBuffer) : std::vector<Tensor>();
       const auto step = [&](const auto& rate) {
         at::_fused_sgd_(params_of(fusing), values_of(fusing), buffers, options.weight_decay(),
                         options.momentum(), rate, options.dampening(), options.nesterov(),
@@ -180,7 +179,7 @@ struct SgdRule : PendingRule<SgdRule> {
       const OptionalTensor& lr = fusing[0].lr;
       is_defined(lr) ? step(scalar_of(*lr).to(at::kFloat)) : step(options.lr());
     }
-    at::_foreach_add_(state_of(items, kCount), 1);
+    at::_foreach_add_(state_of(items, SgdState::kCount), 1);
   }
 
   static void step_one(const ParamStep<Options>& item, const Options& options, bool buffer_is_new) {
@@ -189,11 +188,11 @@ struct SgdRule : PendingRule<SgdRule> {
       direction = direction.add(item.param, options.weight_decay());
     }
     if (options.momentum() != 0) {
-      const Tensor& buffer = item.state[kBuffer];
+      const Tensor& buffer = item.state[SgdState::kBuffer];
       const bool whole = buffer_is_new || options.dampening() == 0;
       // The first step takes all of the gradient.
       const auto step_count = [&] {
-        return 1 - item.state[kCount].ne(0).to(at::kDouble) * options.dampening();
+        return 1 - item.state[SgdState::kCount].ne(0).to(at::kDouble) * options.dampening();
       };
       buffer.mul_(options.momentum()).add_(whole ? direction : direction.mul(step_count()));
       direction = options.nesterov() ? direction.add(buffer, options.momentum()) : buffer;
@@ -212,8 +211,8 @@ void check_row_sgd_state(const char* op, const Tensor& param, TensorList state) 
   if (state.size() != SgdRule::kRowState) {
     report_wrong_state(op, 0, SgdRule::kRowState, state.size());
   }
-  check_row_step(op, state[kCount], param);
-  const Tensor& buffer = state[kBuffer];
+  check_row_step(op, state[SgdState::kCount], param);
+  const Tensor& buffer = state[SgdState::kBuffer];
   if (buffer.dim() != 1 || buffer.sym_size(0) != 0) {
     check_element_state(op, "momentum_buffer", buffer, param);
   }
@@ -221,8 +220,8 @@ void check_row_sgd_state(const char* op, const Tensor& param, TensorList state) 
   check::dtype(
       op, "momentum_buffer", buffer,
       dtype == at::kFloat && buffer.scalar_type() == at::kBFloat16 ? at::kBFloat16 : dtype);
-  check_row_state(op, "last_step", state[kLastStep], param, false, at::kInt);
-  PendingSteps::check(op, state[kPending], param);
+  check_row_state(op, "last_step", state[SgdState::kLastStep], param, false, at::kInt);
+  PendingSteps::check(op, state[SgdState::kPending], param);
 }
 
 void flush_row_sgd(const Tensor& param, TensorList state) {

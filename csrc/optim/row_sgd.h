@@ -38,6 +38,11 @@ void check_row_sgd_state(const char* op, const at::Tensor& param, at::TensorList
 /// Calls row_sgd_flush_ through the dispatcher.
 void flush_row_sgd(const at::Tensor& param, at::TensorList state);
 
+/// The tensors of the state, in this order.
+struct SgdState {
+  enum { kCount, kBuffer, kLastStep, kPending };
+};
+
 /// Interface for the CUDA kernels: argument checks, options as numbers, the composites, and
 /// make_row_sgd_buffer, which allocates the buffer before the first step with momentum and returns
 /// true if it did.

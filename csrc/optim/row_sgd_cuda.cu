@@ -12,8 +12,6 @@ using at::Tensor;
 using at::TensorList;
 using namespace cuda;
 
-enum State { kCount, kBuffer, kLastStep, kPending };
-
 // S: the type of the buffer.
 template <typename T, typename S>
 struct SgdRows {
@@ -168,10 +166,10 @@ SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state,
                        const DevicePendingSteps& device_pending, const RowSGDNumbers& numbers,
                        const LearningRate& lr) {
   // The buffer is [0] until a step needs it.
-  const bool has_buffer = state[kBuffer].sizes() == param.sizes();
+  const bool has_buffer = state[SgdState::kBuffer].sizes() == param.sizes();
   SgdRows<T, S> rows{device_rows<T>(param),
-                     has_buffer ? device_rows<S>(state[kBuffer]) : DeviceRows<S>{},
-                     device_rows<int32_t>(state[kLastStep]),
+                     has_buffer ? device_rows<S>(state[SgdState::kBuffer]) : DeviceRows<S>{},
+                     device_rows<int32_t>(state[SgdState::kLastStep]),
                      device_pending,
                      numbers,
                      lr,
@@ -186,16 +184,16 @@ SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state,
   return rows;
 }
 
-bool supports_kernel(const Tensor& param, TensorList state) {
-  return !use_reference() && has_row_view(param) && has_row_view(state[kBuffer]);
+bool supports_sgd_kernel(const Tensor& param, TensorList state) {
+  return !use_reference() && has_row_view(param) && has_row_view(state[SgdState::kBuffer]);
 }
 
 template <typename T, typename S>
 void step_rows_of(const Tensor& param, TensorList state, const GradientOfRows& gradient,
                   const RowSGDNumbers& numbers, const LearningRate& lr) {
   const DevicePendingSteps steps =
-      device_pending(state[kCount], state[kPending], numbers.momentum, double(numbers.nesterov), 0,
-                     numbers.stochastic_rounding);
+      device_pending(state[SgdState::kCount], state[SgdState::kPending], numbers.momentum,
+                     double(numbers.nesterov), 0, numbers.stochastic_rounding);
   catch_up(sgd_rows<T, S>(param, state, steps, numbers, lr), param);
   const bool buffer_is_new = numbers.momentum != 0 && make_row_sgd_buffer(param, state);
   SgdRows<T, S> rule = sgd_rows<T, S>(param, state, steps, numbers, lr);
@@ -208,11 +206,11 @@ void step_rows_of(const Tensor& param, TensorList state, const GradientOfRows& g
           rule.always_pending);
 }
 
-void step_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient,
-               const RowSGDNumbers& numbers, const OptionalTensor& lr) {
+void step_sgd_rows(const Tensor& param, TensorList state, const GradientOfRows& gradient,
+                   const RowSGDNumbers& numbers, const OptionalTensor& lr) {
   Tensor lr_storage;
   const LearningRate rate = learning_rate(numbers.lr, lr, param, lr_storage);
-  dispatch_rows(param, state[kBuffer], [&](auto zero, auto zero_state) {
+  dispatch_rows(param, state[SgdState::kBuffer], [&](auto zero, auto zero_state) {
     step_rows_of<decltype(zero), decltype(zero_state)>(param, state, gradient, numbers, rate);
   });
 }
@@ -221,8 +219,8 @@ void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows
                        const Tensor& values, std::string_view options, const OptionalTensor& lr) {
   const RowSGDNumbers numbers = check_row_sgd_rows(param, state, rows, values, options, lr);
   const c10::cuda::CUDAGuard guard(param.device());
-  if (supports_kernel(param, state)) {
-    step_rows(param, state, {rows, values}, numbers, lr);
+  if (supports_sgd_kernel(param, state)) {
+    step_sgd_rows(param, state, {rows, values}, numbers, lr);
   } else {
     row_sgd_rows_composite(param, state, rows, values, options, lr);
   }
@@ -234,12 +232,13 @@ void row_sgd_flush_cuda(const Tensor& param, TensorList state) {
     return;
   }
   const c10::cuda::CUDAGuard guard(param.device());
-  if (!supports_kernel(param, state)) {
+  if (!supports_sgd_kernel(param, state)) {
     row_sgd_flush_composite(param, state);
     return;
   }
-  dispatch_rows(param, state[kBuffer], [&](auto zero, auto zero_state) {
-    const DevicePendingSteps steps = device_pending(state[kCount], state[kPending]);
+  dispatch_rows(param, state[SgdState::kBuffer], [&](auto zero, auto zero_state) {
+    const DevicePendingSteps steps =
+        device_pending(state[SgdState::kCount], state[SgdState::kPending]);
     catch_up(sgd_rows<decltype(zero), decltype(zero_state)>(param, state, steps, {}, {}), param);
     clear_pending(steps);
   });
@@ -251,7 +250,7 @@ void row_sgd_flush_cuda(const Tensor& param, TensorList state) {
 TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
   m.impl("row_sgd_rows_", row_sgd_rows_cuda);
   m.impl("row_sgd_terms_",
-         step_by_terms<row_sgd_terms, supports_kernel, step_rows, row_sgd_rows_cuda>);
+         step_by_terms<row_sgd_terms, supports_sgd_kernel, step_sgd_rows, row_sgd_rows_cuda>);
   m.impl("row_sgd_flush_", row_sgd_flush_cuda);
 }
 
