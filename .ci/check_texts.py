@@ -88,6 +88,19 @@ def check_filesystem():
             yield f"{path.relative_to(ROOT)}: expected table/files/paths.h, got <filesystem>"
 
 
+def check_batches():
+    """Sources of a folder are compiled together: a name must not clash when a file is added."""
+    name = re.compile(r"^(?:struct|class|enum(?: class)?|constexpr [\w:<>* ]+?) (\w+) ?[{=:[]",
+                      re.M)
+    for suffix in ("*.cpp", "*_cuda.cu"):
+        seen = {}
+        for path in sorted((ROOT / "csrc").rglob(suffix)):
+            for found in set(name.findall(path.read_text())):
+                first = seen.setdefault((path.parent, path.suffixes[0], found), path.name)
+                if first != path.name:
+                    yield f"{path.relative_to(ROOT)}: {first} defines {found}, too"
+
+
 def check_kernels():
     """The CUDA page tells which operations have a kernel, with its registers and bytes."""
     kernels = {

@@ -37,7 +37,7 @@ using at::Tensor;
 
 constexpr const char* kLinearPositivesLoss =
     "linear_positives_loss"; // the operator that users call
-constexpr int64_t kBlockBytes = 54 << 20; // bytes of logits per block
+constexpr int64_t kLogitBytes = 54 << 20; // bytes of logits per block
 
 ExactPositivesOptions check_arguments(const Tensor& input, const Tensor& weight,
                                       const OptionalTensor& bias, const Tensor& positives,
@@ -149,7 +149,7 @@ void for_each_block(const Tensor& input, const Tensor& weight, const Task& task)
   const int64_t queries = input.size(0),
                 bytes = std::max<int64_t>(1, weight.size(0)) *
       at::elementSize(opmath_dtype(input.scalar_type()));
-  const int64_t width = std::max<int64_t>(1, kBlockBytes / bytes);
+  const int64_t width = std::max<int64_t>(1, kLogitBytes / bytes);
   for (int64_t begin = 0; begin < queries; begin += width) {
     task(begin, std::min(width, queries - begin));
   }

@@ -20,7 +20,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kBlockBytes = 16 << 20; // bytes of scores
+constexpr int64_t kScoreBytes = 16 << 20; // bytes of scores
 
 OptionalTensor rows_of(const OptionalTensor& tensor, int64_t begin, int64_t size) {
   return is_defined(tensor) ? OptionalTensor(tensor->narrow(0, begin, size)) : tensor;
@@ -105,7 +105,7 @@ struct TowerPass {
   void run() {
     const int64_t queries = query.size(0), all = vectors.size(0);
     const int64_t block =
-        std::max<int64_t>(kSlices, kBlockBytes / (width() * int64_t(query.element_size())));
+        std::max<int64_t>(kSlices, kScoreBytes / (width() * int64_t(query.element_size())));
     for (int64_t begin = 0; begin < queries; begin += block) {
       const int64_t size = std::min(block, queries - begin);
       const Tensor scores = recycled_empty({size, width()}, query.options());

@@ -25,7 +25,7 @@ namespace {
 
 using at::Tensor;
 
-struct Header { int64_t examples, features, labels; };
+struct ExamplesHeader { int64_t examples, features, labels; };
 
 /// The contents of a range of lines.
 struct Part {
@@ -62,7 +62,7 @@ bool whole_number(std::string_view text, T& number) {
 
 class LineReader {
  public:
-  LineReader(const Header& header, Part& part) : header_(header), part_(part) {}
+  LineReader(const ExamplesHeader& header, Part& part) : header_(header), part_(part) {}
 
   /// Returns false and sets `problem` if the line is invalid.
   bool read(std::string_view line) {
@@ -148,7 +148,7 @@ class LineReader {
     return true;
   }
 
-  const Header& header_;
+  const ExamplesHeader& header_;
   Part& part_;
 };
 
@@ -167,7 +167,7 @@ std::string whole_file(const std::string& path) {
   return text;
 }
 
-Header read_header(const std::string& path, std::string_view line) {
+ExamplesHeader read_header(const std::string& path, std::string_view line) {
   std::vector<int64_t> numbers;
   bool valid = true;
   for (size_t at = 0; at < line.size();) {
@@ -187,7 +187,7 @@ Header read_header(const std::string& path, std::string_view line) {
   return {numbers[0], numbers[1], numbers[2]};
 }
 
-void read_part(std::string_view text, const Header& header, Part& part) {
+void read_part(std::string_view text, const ExamplesHeader& header, Part& part) {
   LineReader reader(header, part);
   int64_t line = 0;
   for (size_t at = 0; at < text.size(); ++line) {
@@ -235,7 +235,7 @@ Tensor joined_offsets(const std::vector<Part>& parts, std::vector<int64_t> Part:
 Examples read_examples(const std::string& path) {
   const std::string whole = whole_file(path);
   const size_t first_end = std::min(whole.find('\n'), whole.size());
-  const Header header = read_header(path, std::string_view(whole).substr(0, first_end));
+  const ExamplesHeader header = read_header(path, std::string_view(whole).substr(0, first_end));
   const std::string_view text =
       std::string_view(whole).substr(std::min(first_end + 1, whole.size()));
 

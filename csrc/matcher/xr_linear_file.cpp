@@ -40,7 +40,7 @@ constexpr uint64_t kAlignment = 64, kLayerParts = 6;
 // The file's dtype numbers are indices into this array.
 constexpr std::array kDtypes{at::kLong, at::kInt, at::kByte, at::kFloat, at::kHalf};
 
-struct Header {
+struct FileHeader {
   std::array<char, 8> magic;
   uint32_t version, depth;
   int64_t features;
@@ -49,7 +49,7 @@ struct Header {
   uint64_t bytes;                 // size of the file
   uint64_t checksum; // of the header with this field 0, and of the sections' checksum
 };
-static_assert(sizeof(Header) == 64);
+static_assert(sizeof(FileHeader) == 64);
 
 struct Section {
   uint64_t begin, bytes;
@@ -87,7 +87,7 @@ uint64_t checksum(const void* from, uint64_t bytes) {
   return all;
 }
 
-uint64_t header_checksum(Header header, std::span<const Section> sections) {
+uint64_t header_checksum(FileHeader header, std::span<const Section> sections) {
   header.checksum = checksum(sections.data(), sections.size_bytes());
   return checksum(&header, sizeof(header));
 }
@@ -236,7 +236,7 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
   const auto aligned = [](uint64_t bytes) {
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   };
-  uint64_t end = aligned(sizeof(Header) + sections.size() * sizeof(Section));
+  uint64_t end = aligned(sizeof(FileHeader) + sections.size() * sizeof(Section));
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto dtype =
         std::find(kDtypes.begin(), kDtypes.end(), tensors[i].scalar_type()) - kDtypes.begin();
@@ -244,7 +244,7 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
                    checksum(tensors[i].const_data_ptr(), tensors[i].nbytes())};
     end = aligned(end + sections[i].bytes);
   }
-  Header header{kMagic, kVersion, uint32_t(depth()), features_, bias_, {}, end, 0};
+  FileHeader header{kMagic, kVersion, uint32_t(depth()), features_, bias_, {}, end, 0};
   std::copy(transform_.begin(), transform_.end(), header.transform.begin());
   header.checksum = header_checksum(header, sections);
 
@@ -281,7 +281,7 @@ c10::intrusive_ptr<XRLinear> XRLinear::load(const std::string& path) {
   const auto check_file = [&](bool condition, const auto&... message) {
     TORCH_CHECK_VALUE(condition, "XRLinear: ", paths::quoted(file), " is damaged: ", message...);
   };
-  Header header;
+  FileHeader header;
   TORCH_CHECK_VALUE(mapping->bytes() >= sizeof(header) &&
                         std::memcmp(mapping->begin(), kMagic.data(), kMagic.size()) == 0,
                     "XRLinear: expected ", paths::quoted(file),

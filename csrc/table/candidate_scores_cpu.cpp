@@ -22,15 +22,15 @@ using at::Tensor;
 
 constexpr int64_t kElementsPerTask = 32768;
 
-struct Ids {
+struct CandidateIds {
   Tensor pair_ids, shared; // contiguous, possibly empty
   PairLayout pairs;
 };
 
-Ids checked_ids(const char* op, const Tensor& input, const Tensor& weight,
-                const OptionalTensor& private_ids, const OptionalTensor& shared_ids) {
+CandidateIds checked_ids(const char* op, const Tensor& input, const Tensor& weight,
+                         const OptionalTensor& private_ids, const OptionalTensor& shared_ids) {
   const auto options = input.options().dtype(at::kLong);
-  Ids ids;
+  CandidateIds ids;
   ids.pair_ids =
       is_defined(private_ids) ? private_ids->contiguous() : at::empty({input.size(0), 0}, options);
   ids.shared = is_defined(shared_ids) ? shared_ids->contiguous() : at::empty({0}, options);
@@ -73,7 +73,7 @@ Tensor candidate_scores_cpu(const Tensor& input, const Tensor& weight, const Opt
                             const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
                             std::optional<bool> sparse_grad) {
   check_candidate_scores(input, weight, bias, private_ids, shared_ids);
-  const Ids ids = checked_ids("candidate_scores", input, weight, private_ids, shared_ids);
+  const CandidateIds ids = checked_ids("candidate_scores", input, weight, private_ids, shared_ids);
   if (use_reference()) {
     return candidate_scores_reference(input, weight, bias, private_ids, shared_ids, sparse_grad);
   }
@@ -103,7 +103,8 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
                                            std::array<bool, 3> output_mask,
                                            const OptionalTensor& scale, bool dense) {
   check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
-  const Ids ids = checked_ids("candidate_scores_backward", input, weight, private_ids, shared_ids);
+  const CandidateIds ids =
+      checked_ids("candidate_scores_backward", input, weight, private_ids, shared_ids);
   if (use_reference()) {
     return candidate_scores_backward_reference(grad, input, weight, private_ids, shared_ids,
                                                output_mask, scale, dense);

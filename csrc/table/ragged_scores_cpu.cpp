@@ -16,15 +16,16 @@ using at::Tensor;
 
 constexpr int64_t kPacked = -1; // scores are at the position of their pair
 
-struct Ids {
+struct RaggedIds {
   Tensor ids, offsets; // contiguous
   PairLayout pairs;
 };
 
-Ids checked_ids(const char* op, const Tensor& weight, const Tensor& ids, const Tensor& offsets) {
+RaggedIds checked_ids(const char* op, const Tensor& weight, const Tensor& ids,
+                      const Tensor& offsets) {
   check::class_ids(op, "ids", ids, weight.size(0));
   check::offsets(op, "offsets", offsets, ids.size(0));
-  Ids result{ids.contiguous(), offsets.contiguous(), {}};
+  RaggedIds result{ids.contiguous(), offsets.contiguous(), {}};
   result.pairs = {result.ids.const_data_ptr<int64_t>(), result.offsets.const_data_ptr<int64_t>(), 0,
                   offsets.size(0) - 1};
   return result;
@@ -34,7 +35,7 @@ Tensor ragged_scores_cpu(const Tensor& input, const Tensor& weight, const Option
                          const Tensor& ids, const Tensor& offsets,
                          std::optional<bool> sparse_grad) {
   check_ragged_scores(input, weight, bias, ids, offsets);
-  const Ids checked = checked_ids("ragged_scores", weight, ids, offsets);
+  const RaggedIds checked = checked_ids("ragged_scores", weight, ids, offsets);
   if (use_reference()) {
     return ragged_scores_reference(input, weight, bias, ids, offsets, sparse_grad);
   }
@@ -48,7 +49,7 @@ RowGradients ragged_scores_backward_cpu(const Tensor& grad, const Tensor& input,
                                         const Tensor& weight, const Tensor& ids,
                                         const Tensor& offsets, std::array<bool, 3> output_mask) {
   check_ragged_scores_backward(grad, input, weight, ids, offsets);
-  const Ids checked = checked_ids("ragged_scores_backward", weight, ids, offsets);
+  const RaggedIds checked = checked_ids("ragged_scores_backward", weight, ids, offsets);
   if (use_reference()) {
     return ragged_scores_backward_reference(grad, input, weight, ids, offsets, output_mask);
   }

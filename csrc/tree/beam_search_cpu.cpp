@@ -46,7 +46,7 @@ struct Node {
   }
 };
 
-struct Tree {
+struct SearchedTree {
   const int64_t* first_child;
   int64_t nodes;
 
@@ -83,7 +83,7 @@ class Search {
  public:
   using A = opmath<T>;
 
-  Search(const Tree& tree, const EdgeRows<T>& table, int64_t width, int64_t dense,
+  Search(const SearchedTree& tree, const EdgeRows<T>& table, int64_t width, int64_t dense,
          NamedTransform transform)
       : tree_(tree), table_(table), width_(width), dense_(dense), transform_(transform) {}
 
@@ -132,7 +132,7 @@ class Search {
     return any;
   }
 
-  const Tree& tree_;
+  const SearchedTree& tree_;
   const EdgeRows<T> table_;
   const int64_t width_, dense_;
   const NamedTransform transform_;
@@ -156,7 +156,7 @@ BeamSearchResult beam_search_cpu(const Tensor& input, const Tensor& weight,
                offsets = first_child.contiguous();
   const Tensor classes_of = node_class.contiguous(),
                bias_row = is_defined(bias) ? bias->contiguous() : Tensor();
-  const Tree tree{offsets.const_data_ptr<int64_t>(), node_class.size(0)};
+  const SearchedTree tree{offsets.const_data_ptr<int64_t>(), node_class.size(0)};
   const int64_t dense = tree.dense_edges(beam, queries);
   const Tensor top = table.narrow(0, 0, dense).to(dtype),
                top_bias = bias_row.defined() ? bias_row.narrow(0, 0, dense).to(dtype) : Tensor();

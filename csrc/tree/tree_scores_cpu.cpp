@@ -20,7 +20,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kQueriesPerTask = 8;
+constexpr int64_t kScoredPerTask = 8;
 
 // The part of a tree covered by the paths of one query. Reuses its buffers.
 class Paths {
@@ -128,14 +128,14 @@ class Paths {
   std::vector<char> counted_;
 };
 
-struct Tree {
+struct ScoredTree {
   Tensor parent, nodes; // contiguous
   at::IntArrayRef layer_sizes;
   int64_t layers, paths;
   bool differences_only;
 
-  Tree(const char* op, const Tensor& weight, const Tensor& parent, const Tensor& nodes,
-       at::IntArrayRef layer_sizes, bool differences_only)
+  ScoredTree(const char* op, const Tensor& weight, const Tensor& parent, const Tensor& nodes,
+             at::IntArrayRef layer_sizes, bool differences_only)
       : parent(parent.contiguous()), nodes(nodes.contiguous()), layer_sizes(layer_sizes),
         layers(int64_t(layer_sizes.size())), paths(nodes.size(1)),
         differences_only(differences_only) {
@@ -145,7 +145,7 @@ struct Tree {
   // Calls each(paths, first query, last query) for ranges of queries, in parallel.
   template <typename Function>
   void for_queries(const char* op, Function&& each) const {
-    at::parallel_for(0, nodes.size(0), kQueriesPerTask, [&](int64_t first, int64_t last) {
+    at::parallel_for(0, nodes.size(0), kScoredPerTask, [&](int64_t first, int64_t last) {
       Paths query_paths(op, parent.const_data_ptr<int64_t>(), layer_sizes, differences_only);
       each(query_paths, first, last);
     });
@@ -159,7 +159,7 @@ Tensor tree_scores_cpu(const Tensor& input, const Tensor& weight, const Optional
                        bool differences_only, std::optional<bool> sparse_grad) {
   constexpr const char* op = "tree_scores";
   check_tree_scores(op, input, weight, bias, parent, nodes, layer_sizes);
-  const Tree tree(op, weight, parent, nodes, layer_sizes, differences_only);
+  const ScoredTree tree(op, weight, parent, nodes, layer_sizes, differences_only);
   if (use_reference()) {
     return tree_scores_reference(input, weight, bias, parent, nodes, layer_sizes, differences_only,
                                  sparse_grad);
@@ -192,7 +192,7 @@ RowGradients tree_scores_backward_cpu(const Tensor& grad, const Tensor& input, c
                                       std::array<bool, 3> output_mask) {
   constexpr const char* op = "tree_scores_backward";
   check_tree_scores_backward(grad, input, weight, parent, nodes, layer_sizes);
-  const Tree tree(op, weight, parent, nodes, layer_sizes, differences_only);
+  const ScoredTree tree(op, weight, parent, nodes, layer_sizes, differences_only);
   if (use_reference()) {
     return tree_scores_backward_reference(grad, input, weight, parent, nodes, layer_sizes,
                                           differences_only, output_mask);

@@ -85,7 +85,7 @@ struct PendingUpdates {
 };
 
 // Keyed by storage. The weak reference keeps the address from being reused for another storage.
-struct Entry {
+struct StorageEntry {
   WeakStorage storage;
   std::vector<PendingUpdates> pending;
 };
@@ -111,8 +111,10 @@ class PendingRegistry {
     if (!entries_.contains(storage)) {
       sweep();
     }
-    Entry& entry =
-        entries_.try_emplace(storage, Entry{WeakStorage(param.storage().getWeakStorageImpl()), {}})
+    StorageEntry& entry =
+        entries_
+            .try_emplace(storage,
+                         StorageEntry{WeakStorage(param.storage().getWeakStorageImpl()), {}})
             .first->second;
     PendingUpdates pending{weak(param), {}, flush, version_of(param)};
     std::transform(state.begin(), state.end(), std::back_inserter(pending.state), weak);
@@ -226,7 +228,7 @@ class PendingRegistry {
   }
 
   std::recursive_mutex mutex_; // recursive: a flush calls back into the registry
-  std::unordered_map<const c10::StorageImpl*, Entry> entries_;
+  std::unordered_map<const c10::StorageImpl*, StorageEntry> entries_;
   size_t limit_ = 16;
 };
 

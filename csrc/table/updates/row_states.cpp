@@ -35,7 +35,7 @@ struct WeakState {
 };
 
 /// Keyed by parameter. The weak reference keeps the address from being reused for another.
-struct Entry {
+struct ParamEntry {
   WeakTensor param;
   std::vector<WeakState> weak_states;
 };
@@ -55,7 +55,7 @@ class States {
       sweep();
       found = entries_
                   .try_emplace(param.unsafeGetTensorImpl(),
-                               Entry{WeakTensor(param.getIntrusivePtr()), {}})
+                               ParamEntry{WeakTensor(param.getIntrusivePtr()), {}})
                   .first;
     }
     auto& weak_states = found->second.weak_states;
@@ -103,7 +103,7 @@ class States {
   }
 
   std::mutex mutex_;
-  std::unordered_map<const c10::TensorImpl*, Entry> entries_;
+  std::unordered_map<const c10::TensorImpl*, ParamEntry> entries_;
   size_t limit_ = 16;
 };
 
