@@ -90,8 +90,8 @@ STUDIES = {
                                 CLASSIFIERS + "--libsvm {out}/aloi.txt --lr 0.01 0.03 0.1 0.3"),
               ("vw",)),
          Part("gaussians", 300,
-              (CLASSIFIERS + "--gaussians 10000 --finalists 3 --lr "
-               "0.0003 0.001 0.003 0.01 0.03 0.1 0.3",), ("vw",)),
+              (CLASSIFIERS + "--gaussians 10000 --search-epochs {n:9} --finalists 3 --lr "
+               "0.00003 0.0001 0.0003 0.001 0.003 0.01 0.03 0.1 0.3",), ("vw",)),
          Part("omniglot", 240,
               ("examples/image_classes/train.py --data {omniglot} --threads 1 --epochs {n:20} "
                "--checkpoint {out}/model.ckpt --output {out}/vgg",
