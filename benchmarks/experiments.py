@@ -86,9 +86,10 @@ STUDIES = {
     "cane_classes": Study(
         f"{CANE}, Tables 1 to 3, Figure 2", "Is CANE as accurate as the softmax over all classes?",
         (Part("delicious", 90, (CLASSIFIERS + "--delicious {delicious}",), ("vw",)),
-         Part("aloi_like", 60, ("benchmarks/classifiers.py --write-aloi-like {out}/aloi.txt",
-                                CLASSIFIERS + "--libsvm {out}/aloi.txt --lr 0.01 0.03 0.1 0.3"),
-              ("vw",)),
+         Part("aloi_like", 60,
+              ("benchmarks/classifiers.py --write-aloi-like {out}/aloi.txt",
+               CLASSIFIERS + "--libsvm {out}/aloi.txt --finalists 3 --lr 0.001 0.003 0.01 0.03 0.1 "
+               "0.3 1"), ("vw",)),
          Part("gaussians", 300,
               (CLASSIFIERS + "--gaussians 10000 --search-epochs {n:9} --finalists 3 --lr "
                "0.00003 0.0001 0.0003 0.001 0.003 0.01 0.03 0.1 0.3",), ("vw",)),
