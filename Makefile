@@ -154,7 +154,7 @@ wheel-tools:
 # From the objects of `make build`, linked anew.
 wheel: $(READY) wheel-tools
 	rm -rf build/wheel dist/xsoftmax-*.whl
-	umask 022; CMAKE_ARGS="-DXSOFTMAX_TESTS=OFF -DXSOFTMAX_MANYLINUX=ON" \
+	umask 022; XSOFTMAX_LOCAL_VERSION=1 CMAKE_ARGS="-DXSOFTMAX_TESTS=OFF -DXSOFTMAX_MANYLINUX=ON" \
 	  python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel .
 	.ci/repair_wheel build/wheel/xsoftmax-*.whl dist
 
@@ -187,21 +187,24 @@ sdist: $(READY)
 	rm -f dist/xsoftmax-*.tar.gz
 	python -c 'from setuptools import build_meta; print(build_meta.build_sdist("dist"))'
 
-# In a folder of its own, so all of it is compiled.
+# pip must find it by its name, too. It is built in a folder of its own, so all of it is compiled.
 test-sdist: sdist wheel-tools
 	rm -rf build/sdist
 	mkdir -p build/sdist
+	python -m pip download -q --no-deps --no-build-isolation --no-index --find-links dist \
+	  -d build/sdist xsoftmax
 	tar -xzf dist/xsoftmax-*.tar.gz -C build/sdist --strip-components=1
 	make -C build/sdist test-wheel VENV="$(abspath $(VENV))" READY="$(abspath $(READY))"
 
 # With docker or podman, whichever is there.
 ENGINE = $(or $(shell command -v docker podman 2>/dev/null | head -1),$(error make docker: expected docker or podman))
+IMAGE_ARGS = --build-arg TORCH="$(TORCH)" $(if $(PIP_EXTRA_INDEX_URL),--build-arg PIP_EXTRA_INDEX_URL)
 docker:
-	$(ENGINE) build -t xsoftmax -f packaging/docker/Dockerfile .
+	$(ENGINE) build $(IMAGE_ARGS) -t xsoftmax -f packaging/docker/Dockerfile .
 	$(ENGINE) run --rm xsoftmax examples/language_model/train.py --help >/dev/null
 
 docker-cuda:
-	$(ENGINE) build -t xsoftmax-cuda -f packaging/docker/Dockerfile.cuda .
+	$(ENGINE) build $(IMAGE_ARGS) -t xsoftmax-cuda -f packaging/docker/Dockerfile.cuda .
 
 aarch64: $(READY)
 	command -v aarch64-linux-gnu-g++ >/dev/null \

@@ -111,9 +111,10 @@ def torch_requirement() -> str:
 
 
 def local_version() -> str:
-    """Returns what a wheel's version says about its torch, such as +torch2.13.cpu; nothing for a
-    source distribution."""
-    if TORCH is None or "sdist" in sys.argv:
+    """Returns what the version of a wheel that is passed on says about its torch, such as
+    +torch2.13.cpu; nothing otherwise: pip refuses a source distribution whose build has another
+    version than its name."""
+    if TORCH is None or os.environ.get("XSOFTMAX_LOCAL_VERSION") != "1":
         return ""
     return f"+torch{TORCH.minor}." + (f"cu{TORCH.cuda.replace('.', '')}" if WITH_CUDA else "cpu")
 

@@ -8,6 +8,7 @@ It does not publish anything: that is `git push origin vVERSION` and an upload o
 """
 
 import argparse
+import datetime
 import hashlib
 import re
 import subprocess
@@ -46,6 +47,13 @@ def problems(version: str) -> Iterator[str]:
     yield from changelog_problems((ROOT / "CHANGELOG.md").read_text(), version)
 
 
+def is_date(text: str) -> bool:
+    try:
+        return bool(datetime.date.fromisoformat(text))
+    except ValueError:
+        return False
+
+
 def changelog_problems(text: str, version: str) -> Iterator[str]:
     sections = dict(re.findall(r"^## (\[.*?\].*?)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
     dated = [title for title in sections if title.startswith(f"[{version}]")]
@@ -53,6 +61,8 @@ def changelog_problems(text: str, version: str) -> Iterator[str]:
         yield f"CHANGELOG.md: expected a section ## [{version}] - DATE"
     elif not re.fullmatch(rf"\[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d", dated[0]):
         yield f"CHANGELOG.md: expected ## [{version}] - DATE, got ## {dated[0]}"
+    elif not is_date(dated[0].split(" - ")[1]):
+        yield f"CHANGELOG.md: expected a date, got ## {dated[0]}"
     elif "- " not in sections[dated[0]]:
         yield f"CHANGELOG.md: the section of {version} is empty"
     if "- " in sections.get("[Unreleased]", ""):

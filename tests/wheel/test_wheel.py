@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,14 @@ def test_the_library_is_stripped_and_finds_torch_by_a_relative_path():
     sections = output("readelf", "--wide", "--section-headers", "--dynamic", LIBRARY)
     assert ".symtab" not in sections and ".debug" not in sections
     assert "[$ORIGIN/../../torch/lib]" in sections
+
+
+def test_a_library_without_kernels_needs_no_part_of_torch_that_a_cpu_build_lacks():
+    """The torch that it was built against may have been a CUDA build."""
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", output("readelf", "--dynamic", LIBRARY)))
+    of_torch = {name for name in needed if re.match("lib(torch|c10)", name)}
+    assert {"libtorch_cpu.so", "libc10.so"} <= of_torch
+    assert HAS_KERNELS or of_torch == {"libtorch_cpu.so", "libc10.so"}
 
 
 def test_metadata_requires_the_version_of_torch():

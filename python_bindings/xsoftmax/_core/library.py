@@ -34,7 +34,8 @@ def _other_cuda(library: Path) -> str:
 def _load() -> Path:
     library = Path(os.environ.get("XSOFTMAX_LIBRARY") or _FOLDER / "lib" / _NAME)
     remedy = ("Build it against the torch of this environment: pip install --no-build-isolation . "
-              "(in a checkout, XSOFTMAX_LIBRARY may name the library that CMake built)")
+              "(in a checkout, XSOFTMAX_LIBRARY may name the library that CMake built" +
+              ("; it is set)" if os.environ.get("XSOFTMAX_LIBRARY") else ")"))
     built_minor, minor = _read_torch_minor(library), ".".join(torch.__version__.split(".")[:2])
     if not library.is_file():
         raise ImportError(f"xsoftmax: cannot load {library}: no such file. {remedy}")
@@ -55,7 +56,11 @@ def _load() -> Path:
     except OSError as error:
         if other_cuda := _other_cuda(library):
             raise ImportError(other_cuda) from error
-        raise ImportError(f"xsoftmax: cannot load {library}: {error}. {remedy}") from error
+        # Torch's own error names the library alone; its cause says what the loader missed.
+        raise ImportError(
+            f"xsoftmax: cannot load {library}: {error.__cause__ or error}. {remedy}") from error
+    except AttributeError as error:
+        raise ImportError(f"xsoftmax: {library} has no operators of xsoftmax. {remedy}") from error
     return library
 
 

@@ -57,6 +57,24 @@ def test_file_that_is_no_library_shows_the_error_of_the_loader(tmp_path):
     assert str(bad) in message and "ImportError" in message
 
 
+def test_library_without_the_operators_is_named():
+    other = Path(torch.__file__).parent / "lib/libc10.so"
+    message = import_error({"XSOFTMAX_LIBRARY": str(other)})
+    assert f"ImportError: xsoftmax: {other} has no operators of xsoftmax" in message
+    assert "XSOFTMAX_LIBRARY" in message.splitlines()[-1] and "; it is set)" in message
+
+
+def test_library_whose_dependency_is_absent_names_it(tmp_path):
+    source, library = tmp_path / "empty.c", tmp_path / "libxsoftmax.so"
+    source.write_text("")
+    build = ["gcc", "-shared", "-Wl,--no-as-needed", f"-L{tmp_path}"]
+    subprocess.run([*build, "-o", tmp_path / "libabsent.so", source], check=True)
+    subprocess.run([*build, "-labsent", "-o", library, source], check=True)
+    (tmp_path / "libabsent.so").unlink()
+    message = import_error({"XSOFTMAX_LIBRARY": str(library)})
+    assert "libabsent.so: cannot open" in message.splitlines()[-1]
+
+
 @pytest.mark.parametrize("cuda, words", [(None, "the CPU"), ("12.6", "CUDA 12.6")])
 def test_library_with_kernels_names_the_wheel_for_a_torch_without_its_cuda(
         tmp_path, monkeypatch, cuda, words):
