@@ -14,7 +14,8 @@ function(xsoftmax_use_old_symbols target)
   set_source_files_properties(${PROJECT_SOURCE_DIR}/cmake/old_symbols.cpp PROPERTIES
     SKIP_PRECOMPILE_HEADERS ON COMPILE_OPTIONS -fvisibility=hidden)
   foreach(name exp exp2 log log2 pow pthread_mutex_trylock pthread_rwlock_rdlock pthread_rwlock_wrlock pthread_rwlock_unlock stat lstat fstat
-      _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE _ZSt8to_charsPcS_d _ZSt10from_charsPKcS0_RdSt12chars_format)
+      _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE _ZSt8to_charsPcS_d _ZSt10from_charsPKcS0_RdSt12chars_format
+      _ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv)
     target_link_options(${target} PRIVATE "-Wl,--wrap=${name}")
   endforeach()
 endfunction()

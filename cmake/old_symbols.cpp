@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sstream>
 #include <string>
 
 #include <locale.h>
@@ -98,6 +99,15 @@ void old_wait(void* condition, void* lock);
 XS_OLD(old_wait, "_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE", "GLIBCXX_3.4.11");
 void __wrap__ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE(void* condition, void* lock) {
   old_wait(condition, lock);
+}
+
+// std::stringbuf::str() const&; before C++20 it had no &.
+std::string old_str(const std::stringbuf& buffer);
+XS_OLD(old_str, "_ZNKSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv",
+       "GLIBCXX_3.4.21");
+std::string __wrap__ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv(
+    const std::stringbuf& buffer) {
+  return old_str(buffer);
 }
 
 // std::to_chars(char*, char*, double): writes the fewest digits that read as the same number, and

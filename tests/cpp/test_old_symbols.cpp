@@ -81,6 +81,14 @@ TEST(OldSymbols, NumbersAreReadAsFromCharsReadsThem) {
   }
 }
 
+TEST(OldSymbols, StreamsGiveTheSameText) {
+  std::ostringstream text;
+  text << "a text that is longer than what a string holds in itself: " << 0.5;
+  EXPECT_EQ(__wrap__ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv(*text.rdbuf()),
+            text.str());
+  EXPECT_EQ(__wrap__ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv({}), "");
+}
+
 TEST(OldSymbols, FunctionsHaveTheSameBits) {
   for (const double x : numbers()) {
     ASSERT_TRUE(same(__wrap_exp(x), std::exp(x)) && same(__wrap_exp2(x), std::exp2(x)) &&
