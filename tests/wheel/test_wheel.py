@@ -119,8 +119,8 @@ def test_each_instruction_set_can_be_selected(isa):
     assert name == isa and 6 < float(value) < 8
 
 
-# torch 2.12 may abort when a program that trained in threads ends, also without xsoftmax. So this one
-# ends without the destructors of torch.
+# torch 2.12 may abort when a program that trained in threads ends, also without xsoftmax. So this
+# one ends without the destructors of torch.
 THREADS = """
 import os
 import threading
