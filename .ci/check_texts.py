@@ -89,7 +89,8 @@ def check_filesystem():
 
 
 def check_batches():
-    """Sources of a folder are compiled together: a name must not clash when a file is added."""
+    """Sources of a folder are compiled together: when a file is added, its neighbours change, and
+    types and constants of one name would clash."""
     name = re.compile(r"^(?:struct|class|enum(?: class)?|constexpr [\w:<>* ]+?) (\w+) ?[{=:[]",
                       re.M)
     for suffix in ("*.cpp", "*_cuda.cu"):
