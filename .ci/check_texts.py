@@ -140,6 +140,21 @@ def check_versions():
         yield f"CHANGELOG.md: expected version {version}, that of the package, first"
 
 
+def check_oldest_torch():
+    """Each of these files refuses an older torch, or says that it does."""
+    (oldest,) = re.findall(r"^TORCH_VERSIONS \?= (\S+)", read("Makefile"), re.M)
+    for file, text in {
+            "CMakeLists.txt": f"Torch_VERSION VERSION_LESS {oldest})",
+            "README.md": f"torch {oldest} or later",
+            "packaging/conda/recipe.yaml": f"- pytorch >={oldest}\n",
+            "pyproject.toml": f'"torch>={oldest}"',
+            "python_bindings/xsoftmax/_core/library.py": f"_OLDEST = ({oldest.replace('.', ', ')})",
+            "setup.py": f'"torch>={oldest}"'
+    }.items():
+        if text not in read(file):
+            yield f"{file}: expected {text.strip()}, the first of TORCH_VERSIONS in Makefile"
+
+
 def exported(path):
     """Returns ``__all__`` of a source file."""
     return next(

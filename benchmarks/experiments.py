@@ -69,8 +69,9 @@ class Study:
 
 CANE, MIDX = "Han et al. (2018)", "Chen et al. (2025)"
 PECOS, PARABEL = "Yu et al. (2022)", "Lu et al. (2019)"
-CLASSIFIERS = ("benchmarks/classifiers.py --runs {runs} --threads 1 --seeds 3 --epochs {n:30} "
-               "--search-epochs {n:3} ")
+CLASSES = "benchmarks/classifiers.py --runs {runs} --threads 1 --seeds 3 --epochs {n:30} "
+CLASSIFIERS = CLASSES + "--search-epochs {n:3} "
+GAUSSIANS = CLASSES + "--gaussians 10000 --search-epochs {n:9} --finalists 3 "
 LANGUAGE = "benchmarks/perplexity.py "
 SMALL = " -- --width 128 --layers 1 --dropout 0.2"
 KEPT = "--out {out} --runs {runs} --jobs 1 "
@@ -91,8 +92,7 @@ STUDIES = {
                CLASSIFIERS + "--libsvm {out}/aloi.txt --finalists 3 --lr 0.001 0.003 0.01 0.03 0.1 "
                "0.3 1"), ("vw",)),
          Part("gaussians", 300,
-              (CLASSIFIERS + "--gaussians 10000 --search-epochs {n:9} --finalists 3 --lr "
-               "0.00003 0.0001 0.0003 0.001 0.003 0.01 0.03 0.1 0.3",), ("vw",)),
+              (GAUSSIANS + "--lr 0.00003 0.0001 0.0003 0.001 0.003 0.01 0.03 0.1 0.3",), ("vw",)),
          Part("omniglot", 240,
               ("examples/image_classes/train.py --data {omniglot} --threads 1 --epochs {n:20} "
                "--checkpoint {out}/model.ckpt --output {out}/vgg",

@@ -4,6 +4,7 @@
 
 #include "cpu/dtypes.h"
 #include "op/optional.h"
+#include "op/composite_block.h"
 #include "estimator/logit_transform.h"
 
 #include <ATen/TensorOperators.h>
@@ -24,8 +25,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-
-constexpr int64_t kReferenceBlock = 8192; // classes per block
 
 // Shared by the composites: the operands in opmath_type, and the weights of the terms of the loss
 //     loss_q = target_weight_q (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc)
@@ -99,8 +98,8 @@ CrossEntropyState linear_cross_entropy_forward_reference(const Tensor& input, co
   Tensor largest = at::full({queries}, -std::numeric_limits<double>::infinity(), floats),
          sum = at::zeros({queries}, floats), target_logit = at::zeros({queries}, floats),
          weighted_logit_sum = at::zeros({queries}, floats.dtype(at::kDouble));
-  for (int64_t begin = 0; begin < classes; begin += kReferenceBlock) {
-    const int64_t size = std::min(kReferenceBlock, classes - begin);
+  for (int64_t begin = 0; begin < classes; begin += kCompositeBlock) {
+    const int64_t size = std::min(kCompositeBlock, classes - begin);
     const Tensor products = terms.products(weight, begin, size);
     const Tensor logits = terms.logits(products, begin);
     if (const int64_t keep = std::min(size, saved - begin); keep > 0) {
@@ -155,8 +154,8 @@ LinearGradients linear_cross_entropy_backward_reference(
   Tensor grad_input = at::zeros({want_input ? input.size(0) : 0, features}, terms.query.options());
   const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
   const Tensor grad_bias = at::empty({want_bias ? classes : 0}, input.options());
-  for (int64_t begin = 0; begin < classes; begin += kReferenceBlock) {
-    const int64_t size = std::min(kReferenceBlock, classes - begin);
+  for (int64_t begin = 0; begin < classes; begin += kCompositeBlock) {
+    const int64_t size = std::min(kCompositeBlock, classes - begin);
     const Tensor logits = terms.logits(terms.products(weight, begin, size), begin);
     Tensor slope = scale * ((logits - largest) - log_sum).exp();
     if (terms.smoothing_weight > 0) {

@@ -3,6 +3,7 @@
 #include "op/anomalies.h"
 #include "op/autocast.h"
 #include "op/checks.h"
+#include "op/composite_block.h"
 #include "cpu/dtypes.h"
 #include "op/operators.h"
 #include "op/optional.h"
@@ -33,7 +34,6 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kLinearTopk = "linear_topk";
-constexpr int64_t kTopkBlock = 8192; // classes per block in the composite
 
 TopK call(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k,
           std::string_view text) {
@@ -93,8 +93,8 @@ TopK linear_topk_reference(const Tensor& input, const Tensor& weight, const Opti
          sum = at::zeros({queries}, query.options());
   Tensor values = query.new_empty({queries, 0}),
          indices = at::empty({queries, 0}, query.options().dtype(at::kLong));
-  for (int64_t begin = 0; begin < classes; begin += kTopkBlock) {
-    const int64_t size = std::min(kTopkBlock, classes - begin);
+  for (int64_t begin = 0; begin < classes; begin += kCompositeBlock) {
+    const int64_t size = std::min(kCompositeBlock, classes - begin);
     Tensor logits = at::mm(query, weight.narrow(0, begin, size).to(query.scalar_type()).t());
     if (is_defined(bias)) {
       logits = logits + bias->narrow(0, begin, size).to(query.scalar_type());

@@ -3,6 +3,7 @@
 #include "op/anomalies.h"
 #include "op/autocast.h"
 #include "op/checks.h"
+#include "op/composite_block.h"
 #include "cpu/dtypes.h"
 #include "op/long_work.h"
 #include "op/operators.h"
@@ -36,7 +37,6 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kSearchTopk = "search_topk";
-constexpr int64_t kReferenceBlock = 8192; // classes scored at a time by the composite
 
 TopkResult search_topk_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                             at::TensorList index, c10::SymInt k, c10::string_view options) {
@@ -147,8 +147,8 @@ TopkResult search_topk_reference(const Tensor& input, const Tensor& weight,
   const Tensor query = input.to(at::kDouble);
   Tensor values = query.new_empty({queries, 0}),
          ids = at::empty({queries, 0}, query.options().dtype(at::kLong));
-  for (int64_t begin = 0; begin < classes; begin += kReferenceBlock) {
-    const int64_t size = std::min(kReferenceBlock, classes - begin);
+  for (int64_t begin = 0; begin < classes; begin += kCompositeBlock) {
+    const int64_t size = std::min(kCompositeBlock, classes - begin);
     Tensor scores = at::mm(query, weight.narrow(0, begin, size).to(at::kDouble).t());
     if (is_defined(bias)) {
       scores = scores + bias->narrow(0, begin, size).to(at::kDouble);

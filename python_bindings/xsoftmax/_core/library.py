@@ -8,7 +8,7 @@ import torch
 
 _FOLDER = Path(__file__).parent.parent
 _NAME = "libxsoftmax.so"
-_OLDEST = (2, 11)  # of torch, as in CMakeLists.txt
+_OLDEST = (2, 11)  # release of torch
 
 
 def _read_torch_minor(library: Path) -> str:
