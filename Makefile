@@ -48,11 +48,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 JOBS ?= $(shell nproc)
-CUDA_ARCH ?= 90
 ORDERS ?= reverse 1 2 3
 TORCH_VERSIONS ?= 2.11 2.12 2.13 2.14 2.15
 TORCH_ENDS ?= $(firstword $(TORCH_VERSIONS)) $(lastword $(TORCH_VERSIONS))
-TORCH_MINOR ?= 2.13
+TORCH_MINOR ?= $(basename $(patsubst torch==%,%,$(TORCH)))
 PYTEST_ARGS ?=
 
 SHELL := /bin/bash
@@ -192,19 +191,24 @@ test-sdist: sdist wheel-tools
 	rm -rf build/sdist
 	mkdir -p build/sdist
 	python -m pip download -q --no-deps --no-build-isolation --no-index --find-links dist \
-	  -d build/sdist xsoftmax
+	  --no-binary xsoftmax -d build/sdist xsoftmax
+	cmp dist/xsoftmax-*.tar.gz build/sdist/xsoftmax-*.tar.gz
 	tar -xzf dist/xsoftmax-*.tar.gz -C build/sdist --strip-components=1
 	make -C build/sdist test-wheel VENV="$(abspath $(VENV))" READY="$(abspath $(READY))"
 
 # With docker or podman, whichever is there.
 ENGINE = $(or $(shell command -v docker podman 2>/dev/null | head -1),$(error make docker: expected docker or podman))
 IMAGE_ARGS = --build-arg TORCH="$(TORCH)" $(if $(PIP_EXTRA_INDEX_URL),--build-arg PIP_EXTRA_INDEX_URL)
+# $(call image,NAME,FILE,OPTIONS): builds an image and starts it.
+define image
+$(ENGINE) build $(IMAGE_ARGS) $(3) -t $(1) -f packaging/docker/$(2) .
+$(ENGINE) run --rm $(1) examples/language_model/train.py --help >/dev/null
+endef
 docker:
-	$(ENGINE) build $(IMAGE_ARGS) -t xsoftmax -f packaging/docker/Dockerfile .
-	$(ENGINE) run --rm xsoftmax examples/language_model/train.py --help >/dev/null
+	$(call image,xsoftmax,Dockerfile)
 
 docker-cuda:
-	$(ENGINE) build $(IMAGE_ARGS) -t xsoftmax-cuda -f packaging/docker/Dockerfile.cuda .
+	$(call image,xsoftmax-cuda,Dockerfile.cuda,$(if $(CUDA_ARCHITECTURES),--build-arg CUDA_ARCHITECTURES="$(CUDA_ARCHITECTURES)"))
 
 aarch64: $(READY)
 	command -v aarch64-linux-gnu-g++ >/dev/null \
@@ -278,8 +282,7 @@ test-consumer: $(INSTALLED)
 	build/consumer/consumer_documented
 
 cuda-check: $(INSTALLED)
-	CUDA_ARCH="$(CUDA_ARCH)" bash .ci/cuda_check build/package/libxsoftmax.so
-	test ! -f build/cuda/libxsoftmax.so || .ci/passed record $@
+	.ci/cuda_check build/package/libxsoftmax.so
 
 # What it installs has kernels, so the next `make build` installs anew.
 gpu: $(READY) | python-headers
@@ -303,8 +306,8 @@ cuda-emulate: cuda-emulate-brief
 	JOBS=$(JOBS) tests/cuda_emulation/suite sanitized build/emulate-sanitize
 
 cuda-page:
-	tests/cuda_emulation/suite bytes build/emulate | .ci/fill_page docs/howto/cuda.md bytes
-	.ci/cuda_resources build/cuda | .ci/fill_page docs/howto/cuda.md registers
+	tests/cuda_emulation/suite bytes build/emulate | .ci/fill_page.py docs/howto/cuda.md bytes
+	.ci/cuda_resources.py build/cuda | .ci/fill_page.py docs/howto/cuda.md registers
 
 # --------------------------------------------------------------------------------------------- lint
 
@@ -375,4 +378,6 @@ docs-links: $(INSTALLED) $(INTEGRATIONS) $(DOCS_READY) | doxygen
 	  -d build/docs/doctrees docs build/docs/links
 
 clean:
-	rm -rf build $(VENV) out
+	rm -rf build $(VENV) out $(addprefix python_bindings/xsoftmax/,lib include share)
+	rm -rf docs/reference/generated $(addprefix docs/reference/,operators.md command_line.md papers.md)
+	rm -f $(filter-out %/index.md,$(wildcard docs/benchmarks/*.md))

@@ -23,8 +23,8 @@ PACKAGE = ROOT / "python_bindings" / "xsoftmax"
 
 @dataclass
 class Torch:
-    """The torch of this environment, from its own files. To import a CUDA build of torch takes
-    NVIDIA's libraries, which a build of this package does not need."""
+    """The torch of this environment, read from its version file instead of imported: the import of
+    a CUDA build needs NVIDIA's libraries."""
 
     folder: Path
     version: str
@@ -83,9 +83,13 @@ class BuildNative(build_py):
         # These options win: conda's compilers set CMAKE_ARGS with an install prefix of their own.
         self.cmake("-S", ROOT, "-B", build, "-G", "Ninja", *CMAKE_ARGS,
                    *(f"-D{name}={value}" for name, value in options.items()))
+        self.cmake("--build", build)
+        if self.editable_mode:
+            for name in ("lib", "include", "share"):  # with headers that the sources no longer have
+                shutil.rmtree(PACKAGE / name, ignore_errors=True)
         # Stripped: the table of local symbols is a sixth of the library. The one in the build
         # folder keeps it, for profilers.
-        self.cmake("--build", build, "--target", "install/strip")
+        self.cmake("--install", build, "--strip")
 
     @staticmethod
     def cmake(*arguments):
@@ -104,16 +108,16 @@ class WheelForAllPythons(bdist_wheel):
 
 
 def torch_requirement() -> str:
-    """A library goes with the minor release of torch that it was built against; a source
-    distribution with all that it supports."""
+    """Returns the torch that pip must install: for a wheel the minor release that it was built
+    against, for a source distribution any release that it supports."""
     is_built = TORCH is not None and "sdist" not in sys.argv
     return f"torch=={TORCH.minor}.*" if is_built else "torch>=2.11"
 
 
 def local_version() -> str:
-    """Returns what the version of a wheel that is passed on says about its torch, such as
-    +torch2.13.cpu; nothing otherwise: pip refuses a source distribution whose build has another
-    version than its name."""
+    """Returns the local version label, such as +torch2.13.cpu, if XSOFTMAX_LOCAL_VERSION=1, else
+    "". Builds without it have none, because pip refuses a source distribution whose wheel has
+    another version than its file name."""
     if TORCH is None or os.environ.get("XSOFTMAX_LOCAL_VERSION") != "1":
         return ""
     return f"+torch{TORCH.minor}." + (f"cu{TORCH.cuda.replace('.', '')}" if WITH_CUDA else "cpu")

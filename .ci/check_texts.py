@@ -14,7 +14,7 @@ DOCS, PACKAGE, HEADERS = ROOT / "docs", ROOT / "python_bindings/xsoftmax", ROOT 
 PAGES = [
     *ROOT.glob("*.md"), *DOCS.rglob("*.md"),
     *(path for folder in ("csrc", "tests", "benchmarks", "examples")
-      for path in (ROOT / folder).rglob("README.md"))
+      for path in (ROOT / folder).rglob("README.md")), *(ROOT / "packaging").glob("*.md")
 ]
 
 
@@ -34,7 +34,7 @@ def anchors(page):
 def check_links():
     """Links of pages, and the names of files in them, lead readers to something that exists."""
     generated = re.compile(r"(^|/)(operators|command_line|papers)\.md$")  # pages of the site
-    folders = "csrc|include|tests|docs|examples|benchmarks|cmake|python_bindings|\\.ci"
+    folders = "csrc|include|tests|docs|examples|benchmarks|cmake|packaging|python_bindings|\\.ci"
     for page in PAGES:
         text = page.read_text()
         for link in re.findall(r"\]\(([^)\s]+)\)",
@@ -130,6 +130,9 @@ def check_papers():
 def check_versions():
     """The citation and the changelog would name another version than the package."""
     (version,) = re.findall(r'^__version__ = "(.*)"$', (PACKAGE / "__init__.py").read_text(), re.M)
+    for named in set(re.findall(r"\bxsoftmax[-=]+(\d+\.\d+\.\d+)", read("docs/start/install.md"))):
+        if named != version:
+            yield f"docs/start/install.md: expected version {version}, got {named}"
     if f'version: "{version}"\n' not in read("CITATION.cff"):
         yield f"CITATION.cff: expected version {version}, that of the package"
     if f'  version: "{version}"\n' not in read("packaging/conda/recipe.yaml"):
@@ -140,9 +143,14 @@ def check_versions():
         yield f"CHANGELOG.md: expected version {version}, that of the package, first"
 
 
-def check_oldest_torch():
-    """Each of these files refuses an older torch, or says that it does."""
-    (oldest,) = re.findall(r"^TORCH_VERSIONS \?= (\S+)", read("Makefile"), re.M)
+def check_torch_versions():
+    """Some files refuse an older torch than the first of TORCH_VERSIONS, or say that they do; the
+    workflow has a job for each."""
+    (versions,) = re.findall(r"^TORCH_VERSIONS \?= (.*)$", read("Makefile"), re.M)
+    oldest = versions.split()[0]
+    (jobs,) = re.findall(r"torch: (\[.*\])", read(".github/workflows/wheels.yml"))
+    if json.loads(jobs) != versions.split():
+        yield f".github/workflows/wheels.yml: expected TORCH_VERSIONS of Makefile, got {jobs}"
     for file, text in {
             "CMakeLists.txt": f"Torch_VERSION VERSION_LESS {oldest})",
             "README.md": f"torch {oldest} or later",
@@ -153,6 +161,16 @@ def check_oldest_torch():
     }.items():
         if text not in read(file):
             yield f"{file}: expected {text.strip()}, the first of TORCH_VERSIONS in Makefile"
+
+
+def check_default_torch():
+    """What is built without TORCH and its relatives is built for one torch."""
+    (default,) = re.findall(r"^TORCH \?= torch==(\S+)$", read("Makefile"), re.M)
+    for file in ("tests/wheel/run", ".ci/cuda_check", ".ci/aarch64_check", ".ci/gpu",
+                 "packaging/docker/Dockerfile", "packaging/docker/Dockerfile.cuda"):
+        found = set(re.findall(r"\btorch===?(\d[\w.]*)", read(file)))
+        if found != {default}:
+            yield f"{file}: expected torch {default} of Makefile, got {', '.join(sorted(found))}"
 
 
 def exported(path):
@@ -272,7 +290,10 @@ def check_workflows():
     for path in (ROOT / ".github/workflows").glob("*.yml"):
         text = path.read_text()
         (matrix,) = re.findall(r"target: \[(.*)\]", text) or [""]
-        called = {*re.findall(r"\bmake ([\w-]+)$", text, re.M), *filter(None, matrix.split(", "))}
+        called = {
+            *re.findall(r"(?:^|[:;&|]) *make ([\w-]+)", text, re.M),
+            *filter(None, matrix.split(", "))
+        }
         for name in called - targets:
             yield f"{path.name}: the Makefile has no target {name}"
     text = read(".github/workflows/gpu.yml")

@@ -12,12 +12,15 @@ import datetime
 import hashlib
 import re
 import subprocess
+import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 from typing import Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
+# The commit that was checked. Builds take hours, and the tag is to name what was built.
+CHECKED = ROOT / "build" / "release_commit.txt"
 
 
 def git(*arguments: str) -> str:
@@ -112,6 +115,15 @@ def components(wheel: Path) -> str:
     return JsonV1Dot5(bom).output_as_string(indent=1)
 
 
+def untracked_files(sources: Path) -> list[str]:
+    """Returns the files of a source distribution that git does not know and setuptools did not
+    write."""
+    with tarfile.open(sources) as archive:
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    return sorted(name for name in names - set(git("ls-files").splitlines())
+                  if name not in ("PKG-INFO", "setup.cfg") and ".egg-info/" not in name)
+
+
 def finish(version: str, torch_versions: list[str]) -> None:
     """Writes checksums and lists of components, and makes the tag, if there is a wheel for each of
     the minor releases of torch."""
@@ -126,6 +138,8 @@ def finish(version: str, torch_versions: list[str]) -> None:
     absent += [] if sources.is_file() else [sources.name]
     if absent:
         raise SystemExit(f"{dist}: expected {', '.join(absent)}, got none")
+    if untracked := untracked_files(sources):
+        raise SystemExit(f"{sources}: expected files of the commit, got {', '.join(untracked)}")
     for wheel in wheels:
         wheel.with_suffix(".cdx.json").write_text(components(wheel) + "\n")
     packages = [sources, *wheels, *(wheel.with_suffix(".cdx.json") for wheel in wheels)]
@@ -145,8 +159,15 @@ def main() -> None:
     args = parser.parse_args()
     if found := list(problems(args.version)):
         raise SystemExit("not ready for a release:\n" + "\n".join(f"- {one}" for one in found))
-    if args.step == "finish":
-        finish(args.version, args.torch_versions)
+    commit = git("rev-parse", "HEAD")
+    if args.step == "check":
+        CHECKED.parent.mkdir(exist_ok=True)
+        CHECKED.write_text(f"{commit}\n")
+        return
+    checked = CHECKED.read_text().strip() if CHECKED.is_file() else "none"
+    if checked != commit:
+        raise SystemExit(f"expected the commit that was checked, {checked}, got {commit}")
+    finish(args.version, args.torch_versions)
 
 
 if __name__ == "__main__":

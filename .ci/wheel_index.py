@@ -1,5 +1,5 @@
-"""Writes the index pages of a folder of wheels, with checksums (PEP 503), for --find-links and
---extra-index-url of pip.
+"""Writes the index pages of a folder of wheels, with checksums and the Python that they require
+(PEP 503), for --find-links and --extra-index-url of pip.
 
     python .ci/wheel_index.py FOLDER        # FOLDER/xsoftmax/*.whl
 """
@@ -7,6 +7,8 @@
 import hashlib
 import html
 import sys
+import zipfile
+from email.parser import Parser
 from pathlib import Path
 from urllib.parse import quote
 
@@ -24,10 +26,17 @@ PAGE = """<!DOCTYPE html>
 """
 
 
-def page(title: str, links: dict[str, str]) -> str:
-    lines = (f'<a href="{html.escape(link)}">{html.escape(name)}</a><br>'
-             for name, link in links.items())
-    return PAGE.format(title=html.escape(title), links="\n".join(lines))
+def page(title: str, links: list[str]) -> str:
+    return PAGE.format(title=html.escape(title), links="\n".join(f"{link}<br>" for link in links))
+
+
+def link(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        python = Parser().parsestr(archive.read(metadata).decode())["Requires-Python"]
+    address = f"{quote(wheel.name)}#sha256={hashlib.sha256(wheel.read_bytes()).hexdigest()}"
+    return (f'<a href="{html.escape(address)}" data-requires-python="{html.escape(python)}">'
+            f"{html.escape(wheel.name)}</a>")
 
 
 def main(root: Path) -> None:
@@ -35,12 +44,8 @@ def main(root: Path) -> None:
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
         raise SystemExit(f"expected wheels in {folder}, got none")
-    links = {
-        wheel.name: f"{quote(wheel.name)}#sha256={hashlib.sha256(wheel.read_bytes()).hexdigest()}"
-        for wheel in wheels
-    }
-    (folder / "index.html").write_text(page("xsoftmax", links))
-    (root / "index.html").write_text(page("Packages", {"xsoftmax": "xsoftmax/"}))
+    (folder / "index.html").write_text(page("xsoftmax", [link(wheel) for wheel in wheels]))
+    (root / "index.html").write_text(page("Packages", ['<a href="xsoftmax/">xsoftmax</a>']))
     print(f"{root}: {len(wheels)} wheels")
 
 

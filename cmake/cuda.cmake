@@ -17,6 +17,7 @@ find_package(CUDAToolkit REQUIRED)
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13.0)
   message(FATAL_ERROR "XSOFTMAX_CUDA=ON needs CUDA 13, found ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}")
 endif()
+string(REGEX MATCH "^[0-9]+" XSOFTMAX_CUDA_MAJOR "${CMAKE_CUDA_COMPILER_VERSION}")
 
 # xsoftmax_add_cuda_sources(TARGET FILE...): compiles FILEs for all of CMAKE_CUDA_ARCHITECTURES.
 function(xsoftmax_add_cuda_sources target)

@@ -1,6 +1,7 @@
 """A wheel and the package that it installs; tests/wheel/run creates the environment."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -64,6 +65,15 @@ def test_a_library_without_kernels_needs_no_part_of_torch_that_a_cpu_build_lacks
     assert HAS_KERNELS or of_torch == {"libtorch_cpu.so", "libc10.so"}
 
 
+def test_kernels_are_those_of_every_device_unless_others_were_asked_for():
+    note = json.loads((PACKAGE / "share/cmake/xsoftmax/built_for.json").read_text())
+    (every,) = re.findall(r"set\(CMAKE_CUDA_ARCHITECTURES (.*)\)",
+                          (ROOT / "cmake/cuda.cmake").read_text())
+    expected = os.environ.get("CUDA_ARCHITECTURES") or every.replace(" ", ";")
+    assert note["architectures"] == (expected if HAS_KERNELS else "")
+    assert note["cuda"] == (torch.version.cuda.split(".")[0] if HAS_KERNELS else "")
+
+
 def test_metadata_requires_the_version_of_torch():
     with zipfile.ZipFile(WHEEL) as wheel:
         fields = Parser().parsestr(wheel.read(f"xsoftmax-{VERSION}.dist-info/METADATA").decode())
@@ -85,7 +95,7 @@ def test_the_wheel_has_all_sources_and_headers_and_nothing_else():
     found = {name for name in names if not name.endswith("/") and ".dist-info/" not in name}
     cmake = {
         f"xsoftmax/share/cmake/xsoftmax/{name}"
-        for name in ("cudart.cmake", "torch_minor.txt", "xsoftmaxConfig.cmake",
+        for name in ("built_for.json", "cudart.cmake", "xsoftmaxConfig.cmake",
                      "xsoftmaxConfigVersion.cmake", "xsoftmaxTargets.cmake",
                      "xsoftmaxTargets-release.cmake")
     }

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import subprocess
+import tarfile
 import zipfile
 
 import pytest
@@ -14,6 +15,7 @@ LINT_PYTHON = ROOT / "build/lint-venv/bin/python"
 METADATA = """Name: xsoftmax
 Version: 1.2.3+torch2.13.cpu
 License-Expression: BSD-3-Clause
+Requires-Python: >=3.10
 Requires-Dist: torch==2.13.*
 Requires-Dist: numpy
 Requires-Dist: scipy; extra == "matcher"
@@ -34,6 +36,14 @@ def write_wheel(folder):
         archive.writestr("xsoftmax/lib/libxsoftmax.so", "library")
         archive.writestr("xsoftmax-1.2.3+torch2.13.cpu.dist-info/METADATA", METADATA)
     return wheel
+
+
+def write_sources(folder, *names):
+    """Writes a source distribution with files of a folder, or empty ones."""
+    (folder / "dist").mkdir(exist_ok=True)
+    with tarfile.open(folder / "dist/xsoftmax-1.2.3.tar.gz", "w:gz") as archive:
+        for name in names:
+            archive.addfile(tarfile.TarInfo(f"xsoftmax-1.2.3/{name}"))
 
 
 @pytest.fixture
@@ -110,7 +120,7 @@ def test_the_components_of_a_wheel(tmp_path):
 
 def test_finishing_writes_checksums_and_the_tag(release, tmp_path, monkeypatch):
     wheel = write_wheel(tmp_path / "dist/wheels/xsoftmax")
-    (tmp_path / "dist/xsoftmax-1.2.3.tar.gz").write_bytes(b"sources")
+    write_sources(tmp_path, "CHANGELOG.md", "PKG-INFO")
     monkeypatch.setattr(release, "components", lambda wheel: "{}")
     with pytest.raises(SystemExit, match=r"expected xsoftmax-\S+\+torch2.12.cpu-\*.whl, got none"):
         release.finish("1.2.3", ["2.12", "2.13"])
@@ -122,12 +132,41 @@ def test_finishing_writes_checksums_and_the_tag(release, tmp_path, monkeypatch):
     assert release.git("cat-file", "-t", "v1.2.3") == "tag"
 
 
+def test_a_source_distribution_holds_files_of_git_alone(release, tmp_path):
+    """The site's pages, say, which git ignores, would differ from one checkout to the next."""
+    write_wheel(tmp_path / "dist/wheels/xsoftmax")
+    (tmp_path / "page.md").write_text("")
+    write_sources(tmp_path, "CHANGELOG.md", "page.md", "PKG-INFO", "xsoftmax.egg-info/PKG-INFO")
+    with pytest.raises(SystemExit, match=r"expected files of the commit, got page\.md$"):
+        release.finish("1.2.3", ["2.13"])
+
+
+def test_only_the_commit_that_was_checked_is_finished(release, tmp_path, monkeypatch):
+    monkeypatch.setattr(release, "CHECKED", tmp_path / "dist/checked.txt")
+    monkeypatch.setattr(release, "finish", lambda *arguments: finished.append(arguments))
+    finished = []
+
+    def run(step):
+        monkeypatch.setattr("sys.argv", ["release.py", "1.2.3", step, "2.13"])
+        release.main()
+
+    with pytest.raises(SystemExit, match="expected the commit that was checked, none, got"):
+        run("finish")
+    run("check")
+    run("finish")
+    assert finished == [("1.2.3", ["2.13"])]
+    release.git("commit", "-q", "--allow-empty", "-m", "Another")
+    with pytest.raises(SystemExit, match="expected the commit that was checked, [0-9a-f]+, got"):
+        run("finish")
+
+
 def test_the_index_page_links_wheels_with_their_checksums(tmp_path):
     wheel = write_wheel(tmp_path / "xsoftmax")
     index = load("wheel_index")
     index.main(tmp_path)
     page = (tmp_path / "xsoftmax/index.html").read_text()
-    (link,) = re.findall(r'href="(.*?)"', page)
+    ((link, python),) = re.findall(r'href="(.*?)" data-requires-python="(.*?)"', page)
+    assert python == "&gt;=3.10"
     assert link == ("xsoftmax-1.2.3%2Btorch2.13.cpu-py3-none-any.whl#sha256=" +
                     load("release").sha256(wheel))
     assert 'href="xsoftmax/"' in (tmp_path / "index.html").read_text()

@@ -2,7 +2,7 @@
 """Registers, stack, spills and shared memory of every CUDA kernel, and how many of its blocks a
 multiprocessor holds, as a Markdown table.
 
-    .ci/cuda_resources BUILD [--architecture 90] [--all]
+    .ci/cuda_resources.py BUILD [--architecture 90] [--all]
 
 Reads what .ci/keep_ptxas kept beside the objects of the build. A line is a kernel, with the range
 over its instances (types, elements a load); with --all it is an instance. Fails where a kernel

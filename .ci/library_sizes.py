@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What takes the space of a library: device code by folder of csrc, host code and tables, as a
-Markdown table.
+"""Prints the size of each part of a library as a Markdown table: device code by folder of csrc,
+host code and tables.
 
-    .ci/library_sizes BUILD        # a build folder, such as build/cuda
+    .ci/library_sizes.py BUILD        # a build folder, such as build/cuda
 
 Sizes are those of the stripped library. Reads sections with `size` of binutils; device code is
 compressed, one copy for each architecture.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Puts what is on standard input into a page, between <!-- NAME --> and <!-- end of NAME -->.
 
-    COMMAND | .ci/fill_page PAGE NAME
+    COMMAND | .ci/fill_page.py PAGE NAME
 """
 
 import sys
