@@ -10,9 +10,11 @@ It does not publish anything: that is `git push origin vVERSION` and an upload o
 import argparse
 import datetime
 import hashlib
+import os
 import re
 import subprocess
 import tarfile
+import uuid
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -94,23 +96,26 @@ def components(wheel: Path) -> str:
     (metadata,) = (name for name in files if name.endswith(".dist-info/METADATA"))
     fields = Parser().parsestr(files[metadata].decode())
     name, version = fields["Name"], fields["Version"]
-    package = Component(type=ComponentType.LIBRARY, name=name, version=version,
+    package = Component(type=ComponentType.LIBRARY, bom_ref=name, name=name, version=version,
                         purl=PackageURL("pypi", None, name, version),
                         licenses=[LicenseFactory().make_from_string(fields["License-Expression"])],
                         hashes=hashed(wheel.read_bytes()))
     parts = [
-        Component(type=ComponentType.FILE, name=name, hashes=hashed(data))
+        Component(type=ComponentType.FILE, bom_ref=name, name=name, hashes=hashed(data))
         for name, data in sorted(files.items()) if name.endswith(".so")
     ]
     for one in fields.get_all("Requires-Dist", []):
         if "extra ==" not in one:
             required, constraint = re.match(r"([\w.-]+)\s*(.*)", one).groups()
             parts.append(
-                Component(type=ComponentType.LIBRARY, name=required,
+                Component(type=ComponentType.LIBRARY, bom_ref=required, name=required,
                           purl=PackageURL("pypi", None, required),
                           properties=[Property(name="required", value=constraint or "any")]))
-    bom = Bom(components=parts)
+    # The list of a wheel has the same bits, too, so number and time are those of the wheel.
+    bom = Bom(components=parts, serial_number=uuid.uuid5(uuid.NAMESPACE_OID, sha256(wheel)))
     bom.metadata.component = package
+    bom.metadata.timestamp = datetime.datetime.fromtimestamp(
+        int(os.environ.get("SOURCE_DATE_EPOCH", "0")), datetime.timezone.utc)
     bom.register_dependency(package, parts)
     return JsonV1Dot5(bom).output_as_string(indent=1)
 
