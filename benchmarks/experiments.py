@@ -97,7 +97,7 @@ STUDIES = {
               ("examples/image_classes/train.py --data {omniglot} --threads 1 --epochs {n:20} "
                "--checkpoint {out}/model.ckpt --output {out}/vgg",
                "examples/image_classes/features.py --checkpoint {out}/model.ckpt --output "
-               "{out}/features.pt", CLASSIFIERS + "--features {out}/features.pt --finalists 3 --lr "
+               "{out}/features.pt", CLASSIFIERS + "--features {out}/features.pt --finalists 4 --lr "
                "0.0003 0.001 0.003 0.01 0.03 0.1 0.3")))),
     "cane_words": Study(
         f"{CANE}, section 7.2, Figure 3",
