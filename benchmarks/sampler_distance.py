@@ -103,7 +103,9 @@ def main() -> None:
             options = argparse.Namespace(codewords=args.codewords, distinct=False, refresh_every=0)
             sampler = build_sampler(options, kind, corpus.counts, linear.in_features, args.samples,
                                     bias=linear.bias is not None, private=True)
-            loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=sampler)
+            # Of the sampled softmax for all: "ranking", the default of some, has another gradient.
+            loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=sampler,
+                                                     estimator="sampled_softmax")
             loss.sampler.refresh(linear.weight, linear.bias)
             found = xs.diagnose(loss, queries, target, draws=args.draws)
             curves[kind] = shares(
