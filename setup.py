@@ -85,7 +85,8 @@ class BuildNative(build_py):
                    *(f"-D{name}={value}" for name, value in options.items()))
         self.cmake("--build", build)
         if self.editable_mode:
-            for name in ("lib", "include", "share"):  # with headers that the sources no longer have
+            # Remove the headers of the build before, which the sources may no longer have.
+            for name in ("lib", "include", "share"):
                 shutil.rmtree(PACKAGE / name, ignore_errors=True)
         # Stripped: the table of local symbols is a sixth of the library. The one in the build
         # folder keeps it, for profilers.

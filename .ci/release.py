@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
-# The commit that was checked. Builds take hours, and the tag is to name what was built.
+# Holds the commit that was checked. Builds take hours, and the tag must name what was built.
 CHECKED = ROOT / "build" / "release_commit.txt"
 
 
@@ -111,7 +111,7 @@ def components(wheel: Path) -> str:
                 Component(type=ComponentType.LIBRARY, bom_ref=required, name=required,
                           purl=PackageURL("pypi", None, required),
                           properties=[Property(name="required", value=constraint or "any")]))
-    # The list of a wheel has the same bits, too, so number and time are those of the wheel.
+    # Derive the serial number and the time from the wheel, so that two runs write the same bits.
     bom = Bom(components=parts, serial_number=uuid.uuid5(uuid.NAMESPACE_OID, sha256(wheel)))
     bom.metadata.component = package
     bom.metadata.timestamp = datetime.datetime.fromtimestamp(

@@ -69,7 +69,7 @@ class Study:
 
 CANE, MIDX = "Han et al. (2018)", "Chen et al. (2025)"
 PECOS, PARABEL = "Yu et al. (2022)", "Lu et al. (2019)"
-# Short trainings prefer high rates, so most of the rates are trained to the end.
+# Train most of the rates to the end, because short trainings favour high rates.
 CLASSES = ("benchmarks/classifiers.py --runs {runs} --threads 1 --seeds 3 --finalists 6 "
            "--epochs {n:30} ")
 CLASSIFIERS = CLASSES + "--search-epochs {n:3} "

@@ -115,7 +115,7 @@ def fit(problem: Problem, method: str, lr: float, epochs: int, seed: int,
             optimizer.step()
             steps += 1
     optimizer.flush()
-    # P@5, since P@1 of the generated set is nearly 1 for all.
+    # Select by P@5, because P@1 of the generated set is nearly 1 for all.
     *_, valid = precisions(model, problem, "valid").values()
     return {"valid": valid} | precisions(model, problem, "test")
 

@@ -103,7 +103,8 @@ def main() -> None:
             options = argparse.Namespace(codewords=args.codewords, distinct=False, refresh_every=0)
             sampler = build_sampler(options, kind, corpus.counts, linear.in_features, args.samples,
                                     bias=linear.bias is not None, private=True)
-            # Of the sampled softmax for all: "ranking", the default of some, has another gradient.
+            # Use one estimator for all: "ranking", the default of some samplers, follows another
+            # gradient.
             loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=sampler,
                                                      estimator="sampled_softmax")
             loss.sampler.refresh(linear.weight, linear.bias)

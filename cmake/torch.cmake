@@ -5,7 +5,8 @@ if(XSOFTMAX_CUDA AND NOT TARGET torch_cuda)
   message(FATAL_ERROR "XSOFTMAX_CUDA=ON needs a CUDA build of torch; the one in ${TORCH_INSTALL_PREFIX} is a CPU build")
 endif()
 
-# Torch's own check of this is part of what cudart.cmake skips. Only its Python package has the file.
+# Compare the CUDA versions here, because cudart.cmake skips torch's own check. A LibTorch archive has
+# no version.py.
 if(XSOFTMAX_CUDA AND EXISTS ${TORCH_INSTALL_PREFIX}/version.py)
   file(STRINGS ${TORCH_INSTALL_PREFIX}/version.py version REGEX "^cuda[ :].*= '")
   string(REGEX MATCH "[0-9]+[.][0-9]+" torch_cuda "${version}")
