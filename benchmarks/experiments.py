@@ -77,9 +77,11 @@ GAUSSIANS = CLASSES + "--gaussians 10000 --search-epochs {n:9} "
 LANGUAGE = "benchmarks/perplexity.py "
 SMALL = " -- --width 128 --layers 1 --dropout 0.2"
 KEPT = "--out {out} --runs {runs} --jobs 1 "
-TUNED = " --data {ptb} " + KEPT + "--epochs {e:8} --search-epochs {e:1} --seeds 3" + SMALL
-NOVELS = " --data {novels} " + KEPT + "--epochs {e:0.5} --rates .004 --only "
-SHORT = SMALL + " --min-count 5 --eval-epochs {e:0.05} --eval-tokens 100000"
+TIMED = KEPT + "--time --time-threads 1 "
+TUNED = " --data {ptb} " + TIMED + "--epochs {e:8} --search-epochs {e:1} --seeds 3" + SMALL
+CURVES = " --eval-epochs {e:2}"
+NOVELS = " --data {novels} " + TIMED + "--epochs {e:0.5} --rates .004 --only "
+SHORT = SMALL + " --eval-epochs {e:0.05} --eval-tokens 100000 --min-count "
 ITEMS = ("benchmarks/recommend.py table " + KEPT + "--epochs {e:20} --search-epochs {e:5} "
          "--seeds 3 --data ")
 LABELS = ("benchmarks/sampled_labels.py --runs {runs} --threads 1 --epochs {n:20} "
@@ -104,20 +106,20 @@ STUDIES = {
     "cane_words": Study(
         f"{CANE}, section 7.2, Figure 3",
         "Does CANE train a language model better than NCE and BlackOut with as many words?",
-        (Part("ptb", 600, (LANGUAGE + "cane" + TUNED,)),
+        (Part("ptb", 600, (LANGUAGE + "cane" + TUNED + CURVES,)),
          Part("routed", 90,
               (LANGUAGE + "routed --data {ptb} " + KEPT + "--epochs {e:3} --rates .004" + SMALL,)),
          Part("novels", 600,
               (LANGUAGE + "cane" + NOVELS + "'CANE-60, routed' 'CANE-60, half of them noises' "
-               "NCE-60 BlackOut-60" + SHORT,)))),
+               "NCE-60 BlackOut-60" + SHORT + "1",)))),
     "midx_words": Study(
         f"{MIDX}, Table 4, Figure 2",
         "How close do language models trained with sampled losses come to the exact loss?",
         (Part("ptb", 600, (LANGUAGE + "table" + TUNED,)),
-         Part("transformer", 600, (LANGUAGE + "table" + TUNED + " --model transformer",)),
+         Part("transformer", 600, (LANGUAGE + "table" + TUNED + CURVES + " --model transformer",)),
          Part("novels", 300, (LANGUAGE + "table" + NOVELS + "'20 private midx, ranking' "
                               "'20 private unigram, ranking' '512 shared unigram, head 512' "
-                              "'head 64 + 64 private midx, ranking'" + SHORT,)))),
+                              "'head 64 + 64 private midx, ranking'" + SHORT + "5",)))),
     "midx_distance": Study(
         f"{MIDX}, Tables 2 and 3, Figures 4 and 5",
         "How far is each sampler's proposal from the softmax?",
@@ -139,7 +141,7 @@ STUDIES = {
                         (Part("beauty", 400, (ITEMS + "{beauty}",)),
                          Part("gowalla", 900,
                               (ITEMS + "{gowalla} -- --unordered --eval-epochs {e:2}",)),
-                         Part("gru", 400, (ITEMS + "{beauty} -- --model gru4rec",)))),
+                         Part("gru", 400, (ITEMS + "{beauty} -- --model gru4rec --layers 1",)))),
     "midx_labels": Study(f"{MIDX}, Table 9",
                          "How precise are models of many labels trained with samples?",
                          (Part("delicious", 60, (LABELS + "--delicious {delicious}",)),

@@ -16,11 +16,12 @@ so their times are not meaningful. Options after `--` are passed to the example 
 
 import statistics
 
+from records import plot
 from study import EXACT, RANKING, Study, chosen, make_parser, parse, sampled
 
 from examples.common.report import mean_and_error
 
-LEARNING_RATES = (2e-3, 4e-3, 8e-3)
+LEARNING_RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 
 METHODS = {
     "full": EXACT,
@@ -39,9 +40,9 @@ METHODS = {
 FIGURES = ("NDCG@10", "NDCG@50", "Recall@10", "Recall@50")
 
 
-def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
-    rows = []
-    full = {}
+def table(study: Study, methods: dict[str, list[str]]) -> tuple[list[dict], dict]:
+    """Returns a row for each method, and a plot of the first seed's validation NDCG@10."""
+    rows, curves, full = [], {}, {}
     for name, lr, several in study.long_runs(methods, LEARNING_RATES):
         failed = [run["failed"] for run in several if "failed" in run]
         if failed:
@@ -50,6 +51,7 @@ def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
         found = {figure: [run[f"test_{figure}"] for run in several] for figure in FIGURES}
         mean = {figure: statistics.mean(values) for figure, values in found.items()}
         full = mean if name == "full" else full
+        curves[name] = [(point["epoch"], point["valid_NDCG@10"]) for point in several[0]["points"]]
         rows.append({
             "method": name, "learning rate": f"{lr:g}",
             "best epoch": f"{statistics.mean(run['best_epoch'] for run in several):.3g}"
@@ -60,7 +62,7 @@ def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
                         f"{figure} / full": f"{value / full[figure]:.3f}"
                         for figure, value in mean.items() if full.get(figure)
                     })
-    return rows
+    return rows, plot("epochs", "validation NDCG@10", curves)
 
 
 def main() -> None:
@@ -70,14 +72,15 @@ def main() -> None:
     study = Study(
         "recommend", args, [], lambda run: -max(point["valid_NDCG@10"] for point in run["points"])
         if run["points"] else 0.0)
+    found = {}
     if args.study == "curve":
         rows = study.curve("validation NDCG@10 / that of the exact loss")
     else:
-        rows = table(study, chosen(parser, args, METHODS))
+        rows, found["plot"] = table(study, chosen(parser, args, METHODS))
     study.show(rows, [
         "method", *map(str, args.sizes), "all", "learning rate", "best epoch", "step", "valid",
         *FIGURES, *(f"{figure} / full" for figure in FIGURES)
-    ])
+    ], **found)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import torch
 
 import extreme_data
 import xsoftmax as xs
-from records import add_json, report, table
+from records import add_json, plot, report, table
 
 SIMULATED = (1, 2, 4, 8, 15, 32, 64)
 
@@ -125,15 +125,20 @@ def measure(args: argparse.Namespace, name: str, *matrices) -> tuple[dict, list]
     }, single
 
 
-def tables_of(name: str, medians: dict, single: list) -> tuple[list[dict], ...]:
-    """Returns the rows of the three tables."""
+def simulate_training(medians: dict, single: list) -> dict[int, float]:
+    """Returns the seconds of training by number of threads."""
     one, most = medians[1], max(medians)
-    simulated = {
+    return {
         threads: statistics.median(simulate_layers(*run, threads) for run in single) + sum(
             amdahl(one[step], medians[most][step], most, threads)
             for step in ("label vectors", "tree"))
         for threads in SIMULATED
     }
+
+
+def tables_of(name: str, medians: dict, single: list) -> tuple[list[dict], ...]:
+    """Returns the rows of the three tables."""
+    one, simulated = medians[1], simulate_training(medians, single)
     middle = sorted(single, key=lambda run: run[0])[len(single) // 2]
     tasks = torch.cat(middle[1])
     times = [{
@@ -160,6 +165,17 @@ def tables_of(name: str, medians: dict, single: list) -> tuple[list[dict], ...]:
     return times, schedule, levels
 
 
+def curves_of(name: str, medians: dict, single: list) -> dict[str, list[tuple[float, float]]]:
+    """Returns by number of threads how many times as fast as on one thread the training is."""
+    simulated = simulate_training(medians, single)
+    return {
+        f"{name}, simulated": [(threads, simulated[1] / seconds)
+                               for threads, seconds in simulated.items()],
+        f"{name}, measured": [(threads, medians[1]["training"] / steps["training"])
+                              for threads, steps in medians.items()]
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -180,7 +196,12 @@ def main() -> None:
         against="one thread", threads=max(args.threads),
         tables=[table(sum((one[i] for one in found), []), title) for i, title in enumerate(titles)],
         medians={name: medians
-                 for name, (medians, _) in measured.items()})
+                 for name, (medians, _) in measured.items()}, plot=plot(
+                     "threads", "times as fast as one thread", {
+                         label: points
+                         for name, results in measured.items()
+                         for label, points in curves_of(name, *results).items()
+                     }, "xy"))
 
 
 if __name__ == "__main__":

@@ -80,14 +80,16 @@ def test_a_study_makes_its_record(record, data, tmp_path, experiments):
     done = run(data, tmp_path, name, "--parts", part, "--budget", "0.1", "--more", CASES[record])
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / f"{record}.json").read_text())
-    scaled = any("{e:" in command or "{n:" in command
-                 for one in experiments.STUDIES[name].parts if one.name == part
-                 for command in one.commands)
+    commands = " ".join(command for one in experiments.STUDIES[name].parts if one.name == part
+                        for command in one.commands)
+    scaled = "{e:" in commands or "{n:" in commands
     assert "study" not in found and ("budget" in found) == scaled
     rows = [row for one in found["tables"] for row in one["rows"]]
     assert len(rows) >= 2
     assert all(re.search(r"\d", " ".join(row[1:])) and "unfinished" not in row for row in rows)
-    assert ("plot" in found) == (name not in ("midx_items", "midx_labels"))
+    assert ("plot" in found) == (name != "midx_labels")
+    if "--time " in commands:
+        assert "step" in found["tables"][0]["columns"] and "time" in found["plot"]["x"]
     if "plot" in found:
         assert (tmp_path / f"{record}.svg").read_text().startswith("<?xml")
 
@@ -99,6 +101,20 @@ def test_every_part_has_a_case_or_needs_data_that_the_tests_do_not_write(experim
         for part in study.parts if not {"delicious", "omniglot", "gowalla"} & set(part.data())
     }
     assert parts == set(CASES)
+
+
+def test_pages_show_the_record_of_every_part(experiments):
+    shown = {
+        record
+        for page in DOCS.glob("*.md")
+        for record in re.findall(r"^```\{record\} (\S+)\.json$", page.read_text(), re.M)
+    }
+    parts = {
+        f"{name}.{part.name}"
+        for name, study in experiments.STUDIES.items()
+        for part in study.parts
+    }
+    assert parts - shown == set()
 
 
 def test_missing_data_is_named(tmp_path):
