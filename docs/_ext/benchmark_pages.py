@@ -33,7 +33,6 @@ TITLES = {
     "decode": "Decoding with a Transformers model",
     "data_parallel": "Several ranks",
     "scale_out": "Scale-out, simulated",
-    "xr_linear_threads": "Extreme multi-label on several threads",
     "xr_linear_memory": "Extreme multi-label: memory for 670,091 labels",
     "xr_linear_ranks": "Extreme multi-label on several ranks",
     "kill_ranks": "Recovery from killed ranks",
