@@ -134,9 +134,9 @@ class Study:
         """Returns for each method its name, its best learning rate, and the metrics of the long
         runs with that rate, one for each seed.
 
-        Short runs select up to --finalists rates, those within a tenth of the best, and long runs
-        select the best of these, because the best rate of a short run is often too high for a long
-        one. The selection uses the first seed.
+        Short runs select --finalists rates, and long runs select the best of these, because the
+        best rate of a short run is often too high for a long one. The selection uses the first
+        seed.
         """
         best = self.best_runs(methods, tuple(self.args.rates or rates))
         others = [(name, seed) for name in methods for seed in range(2, 1 + self.args.seeds)]
@@ -156,12 +156,8 @@ class Study:
         grid = [(name, method, lr, self.args.search_epochs) for name, method in methods.items()
                 for lr in rates]
         costs = {(name, lr): self.cost(run) for (name, _, lr, _), run in zip(grid, self.map(grid))}
-        finals = []
-        for name, method in methods.items():
-            best = sorted(rates, key=lambda lr: costs[name, lr])[:self.args.finalists]
-            goal = costs[name, best[0]]
-            finals += [(name, method, lr, self.args.epochs)
-                       for lr in best if costs[name, lr] <= goal + 0.1 * abs(goal)]
+        finals = [(name, method, lr, self.args.epochs) for name, method in methods.items()
+                  for lr in sorted(rates, key=lambda lr: costs[name, lr])[:self.args.finalists]]
         runs = {(name, lr): run for (name, _, lr, _), run in zip(finals, self.map(finals))}
         best = {
             name: min((lr for known, lr in runs if known == name),
@@ -280,7 +276,7 @@ def make_parser(description: str, example: str, epochs: int,
     parser.add_argument(
         "--seeds", type=int, default=1, help="table: number of long runs of each method, with its "
         "best learning rate (default: %(default)s)")
-    parser.add_argument("--finalists", type=int, default=2, help="number of learning rates with a "
+    parser.add_argument("--finalists", type=int, default=3, help="number of learning rates with a "
                         "long run (default: %(default)s)")
     parser.add_argument("--only", nargs="+", help="methods of the table, in addition to the exact "
                         "loss")
