@@ -72,7 +72,6 @@ CASES = {
     "midx_labels.generated": "--scale .01 --samples 5 --lr .01 --seeds 2 --only full midx"
 }
 
-
 # Trainings of many hours that have not been run to the end.
 WITHOUT_RECORD = {"cane_words.novels", "midx_items.gru", "midx_words.transformer"}
 
@@ -154,3 +153,25 @@ def test_the_split_of_novels_is_listed(monkeypatch):
             for split, files in found.items()
             for file in files} == {tuple(line)
                                    for line in listed}
+
+
+def test_long_trainings_decide_between_the_best_rates_of_short_ones(monkeypatch, experiments,
+                                                                    tmp_path):
+    study = importlib.import_module("study")
+    parser = study.make_parser("", "language_model", epochs=4, search_epochs=1)
+    args = parser.parse_args(["--data", "x", "--out", str(tmp_path), "--seeds", "2"])
+    args.options = []
+    costs = {1: {.001: 90, .002: 60, .004: 40, .008: 30}, 4: {.002: 10, .004: 20,
+                                                              .008: 30}}  # by epochs and rate
+    trained = []
+
+    def train(name, method, lr, epochs, seed=1):
+        trained.append((lr, epochs, seed))
+        return {"cost": costs[epochs][lr]}
+
+    one = study.Study("language_model", args, [], lambda run: run["cost"])
+    monkeypatch.setattr(one, "train", train)
+    [(name, lr, runs)] = one.long_runs({"exact": []}, tuple(costs[1]))
+    assert (name, lr, runs) == ("exact", .002, [{"cost": 10}] * 2)
+    assert sorted(trained)[1:] == [(.002, 1, 1), (.002, 4, 1), (.002, 4, 2), (.004, 1, 1),
+                                   (.004, 4, 1), (.008, 1, 1), (.008, 4, 1)]
