@@ -73,7 +73,7 @@ CASES = {
 }
 
 # Trainings of many hours that have not been run to the end.
-WITHOUT_RECORD = {"midx_items.gru", "midx_words.transformer"}
+WITHOUT_RECORD = {"midx_words.transformer"}
 
 
 @pytest.mark.slow
