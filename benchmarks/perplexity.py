@@ -181,7 +181,7 @@ def by_time(runs: dict[str, dict], seconds: dict[str, float]) -> dict:
             name: [(point["step"] * seconds[name] / 60, point["valid_perplexity"])
                    for point in run["points"]]
             for name, run in runs.items()
-        }, "y")
+        }, "xy")
 
 
 def by_samples(study: Study, runs: dict[str, dict]) -> dict:

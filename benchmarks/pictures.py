@@ -14,7 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 # Colours and greys that are visible on white and on black; the background is transparent.
 COLOURS = ("#d9822b", "#3f8fd0", "#4aa564", "#b565c4", "#8a8a8a", "#d05f5f")
@@ -61,9 +61,11 @@ def draw(plot: dict, path: Path) -> None:
                 axes.set(**{f"{name}scale": "log"})
                 axis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
                 low, high = axis.get_view_interval()
-                if high > 10 * low:  # enough labels without those between the powers
+                if high > 1000 * low:  # enough labels without those between the powers
                     axis.set_minor_formatter(NullFormatter())
                 else:
+                    if high > 10 * low:
+                        axis.set_minor_locator(LogLocator(subs=(2, 5)))
                     axis.set_minor_formatter(StrMethodFormatter("{x:,.10g}"))
         axes.set(xlabel=plot["x"], ylabel=plot["y"])
         figure.legend(fontsize=9, loc="outside right upper")
