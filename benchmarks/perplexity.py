@@ -137,8 +137,7 @@ ABLATION = {"exact": EXACT} | {
 
 
 def table(study: Study, methods: dict[str, list[str]]) -> tuple[list[dict], dict]:
-    """Returns a row for each method, and a plot of the first seed's validation perplexity: against
-    time, if steps were timed."""
+    """Returns a row for each method, and a plot of the first seed's validation perplexity."""
     rows = []
     exact = None
     runs, seconds = study.long_runs(methods, LEARNING_RATES), study.step_times(methods)
@@ -164,24 +163,22 @@ def table(study: Study, methods: dict[str, list[str]]) -> tuple[list[dict], dict
         return rows, by_samples(study, whole)
     if study.args.study == "cane":
         whole = {name: run for name, run in whole.items() if name in CANE_PLOT}
-    return rows, by_time(whole, seconds) if whole.keys() <= seconds.keys() else by_epoch(whole)
+    return rows, by_progress(whole, seconds)
 
 
-def by_epoch(runs: dict[str, dict]) -> dict:
+def by_progress(runs: dict[str, dict], seconds: dict[str, float]) -> dict:
+    """Plots against time if the steps of all methods were timed, otherwise against epochs."""
+    timed = runs.keys() <= seconds.keys()
+
+    def at(name: str, point: dict) -> float:
+        return point["step"] * seconds[name] / 60 if timed else point["epoch"]
+
     return plot(
-        "epochs", "validation perplexity", {
-            name: [(point["epoch"], point["valid_perplexity"]) for point in run["points"]]
+        "minutes of training: steps x median time of a step" if timed else "epochs",
+        "validation perplexity", {
+            name: [(at(name, point), point["valid_perplexity"]) for point in run["points"]]
             for name, run in runs.items()
-        }, "y")
-
-
-def by_time(runs: dict[str, dict], seconds: dict[str, float]) -> dict:
-    return plot(
-        "minutes of training: steps x median time of a step", "validation perplexity", {
-            name: [(point["step"] * seconds[name] / 60, point["valid_perplexity"])
-                   for point in run["points"]]
-            for name, run in runs.items()
-        }, "xy")
+        }, "xy" if timed else "y")
 
 
 def by_samples(study: Study, runs: dict[str, dict]) -> dict:

@@ -136,9 +136,10 @@ def simulate_training(medians: dict, single: list) -> dict[int, float]:
     }
 
 
-def tables_of(name: str, medians: dict, single: list) -> tuple[list[dict], ...]:
+def tables_of(name: str, medians: dict, single: list,
+              simulated: dict[int, float]) -> tuple[list[dict], ...]:
     """Returns the rows of the three tables."""
-    one, simulated = medians[1], simulate_training(medians, single)
+    one = medians[1]
     middle = sorted(single, key=lambda run: run[0])[len(single) // 2]
     tasks = torch.cat(middle[1])
     times = [{
@@ -165,9 +166,9 @@ def tables_of(name: str, medians: dict, single: list) -> tuple[list[dict], ...]:
     return times, schedule, levels
 
 
-def curves_of(name: str, medians: dict, single: list) -> dict[str, list[tuple[float, float]]]:
+def curves_of(name: str, medians: dict,
+              simulated: dict[int, float]) -> dict[str, list[tuple[float, float]]]:
     """Returns by number of threads how many times as fast as on one thread the training is."""
-    simulated = simulate_training(medians, single)
     return {
         f"{name}, simulated": [(threads, simulated[1] / seconds)
                                for threads, seconds in simulated.items()],
@@ -189,7 +190,8 @@ def main() -> None:
     sets = {"generated": generated
             } | ({"Gowalla": lambda: gowalla(args.gowalla)} if args.gowalla else {})
     measured = {name: measure(args, name, *make()) for name, make in sets.items()}
-    found = [tables_of(name, *results) for name, results in measured.items()]
+    simulated = {name: simulate_training(*results) for name, results in measured.items()}
+    found = [tables_of(name, *results, simulated[name]) for name, results in measured.items()]
     titles = ("Training and prediction", "Training on more threads, simulated", "Time by level")
     report(
         args, __doc__, question="How does the training of XR-Linear scale with threads?",
@@ -199,8 +201,8 @@ def main() -> None:
                  for name, (medians, _) in measured.items()}, plot=plot(
                      "threads", "times as fast as one thread", {
                          label: points
-                         for name, results in measured.items()
-                         for label, points in curves_of(name, *results).items()
+                         for name, (medians, _) in measured.items()
+                         for label, points in curves_of(name, medians, simulated[name]).items()
                      }, "xy"))
 
 
