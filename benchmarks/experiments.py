@@ -106,8 +106,8 @@ STUDIES = {
     "cane_words": Study(
         f"{CANE}, section 7.2, Figure 3",
         "Does CANE train a language model better than NCE and BlackOut with as many words?",
-        (Part("ptb", 600, (LANGUAGE + "cane" + TUNED + CURVES,)),
-         Part("routed", 90,
+        (Part("ptb", 500, (LANGUAGE + "cane" + TUNED + CURVES + " --unigram-bias",)),
+         Part("routed", 120,
               (LANGUAGE + "routed --data {ptb} " + KEPT + "--epochs {e:3} --rates .004" + SMALL,)),
          Part("novels", 600,
               (LANGUAGE + "cane" + NOVELS + "'CANE-60, routed' 'CANE-60, half of them noises' "

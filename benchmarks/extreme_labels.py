@@ -17,13 +17,14 @@ once.
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import extreme_data
-from records import add_json, figures_table, report, table
+from records import add_json, figures_table, plot, report, table
 
 SIDE = Path(__file__).parent / "extreme_side.py"
 
@@ -105,6 +106,20 @@ def figures(name: str, found: dict[str, dict], trees: int) -> list[dict]:
     return [{"figure": f"{name}: {figure}", "value": value} for figure, value in rows.items()]
 
 
+def against_libpecos(results: dict[str, dict]) -> dict[str, list[tuple[float, float]]]:
+    """Returns a point for each set, by library and options: training time divided by libpecos's,
+    and P@1 minus libpecos's, both with the same options."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for found in results.values():
+        for side, one in found.items():
+            theirs = found.get(re.sub("xsoftmax|omikuji", "libpecos", side), {})
+            if "P@1" in one and "P@1" in theirs and not side.startswith("libpecos"):
+                points.setdefault(side, []).append(
+                    (one["seconds"]["train"] / theirs["seconds"]["train"],
+                     one["P@1"] - theirs["P@1"]))
+    return points
+
+
 def row(name: str, side: str, one: dict) -> dict:
     return {
         "set": name, "library": side, "train": f"{one['seconds']['train']:.2f} s",
@@ -168,7 +183,9 @@ def main() -> None:
                   columns=["set", "library", "train", "tree", "batch", "single", "size",
                            "P@1/3/5"]),
             figures_table(found_figures)
-        ], results=results, figures=found_figures)
+        ], results=results, figures=found_figures,
+        plot=plot("training time / libpecos's", "points of P@1 above libpecos",
+                  against_libpecos(results), "x", lines=False))
 
 
 if __name__ == "__main__":

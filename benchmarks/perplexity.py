@@ -62,33 +62,27 @@ def one_denominator(classes: int, noises: int) -> list[str]:
 # CANE, NCE and BlackOut with equal counts (Han et al., 2018, section 7.2). Routed candidates come
 # from one layer of subsets with uniform noise, as in the paper. There is one noise in addition to
 # the candidates, unless the name says otherwise.
-CANE = {"exact": EXACT}
+CANE = {
+    "exact": EXACT,
+    "CANE-60, the most frequent, unigram noise": cane("head", 60, "--noise", "unigram")
+}
 for count in (40, 60, 80):
     CANE |= {
         f"CANE-{count}, routed": cane("routed", count),
-        f"CANE-{count}, the most frequent, unigram noise": cane("head", count, "--noise",
-                                                                "unigram"),
         f"CANE-{count}, a third of them noises": one_denominator(count, count // 3),
         f"CANE-{count}, half of them noises": one_denominator(count, count // 2),
         f"NCE-{count}": sampled("unigram", str(count), 0, "--private", "--estimator", "nce"),
         f"BlackOut-{count}": sampled("unigram", str(count), 0, "--private", "--estimator",
                                      "blackout"),
     }
-CANE |= {
-    "CANE-60, routed, unigram noise": cane("routed", 60, "--noise", "unigram"),
-    "CANE-60, the most frequent": cane("head", 60),
-    "CANE-60, the most frequent, midx noise": cane("head", 60, "--noise", "midx", *MIDX),
-    "CANE-60, bigram, unigram noise": cane("bigram", 60, "--noise", "unigram"),
-    "CANE-60, bigram, midx noise": cane("bigram", 60, "--noise", "midx", *MIDX),
-    "CANE-60, midx, unigram noise": cane("midx", 60, "--noise", "unigram", *MIDX),
-}
 # All of them in one plot could not be told apart.
 CANE_PLOT = ("exact", "CANE-60, routed", "CANE-60, the most frequent, unigram noise",
              "CANE-60, a third of them noises", "CANE-60, half of them noises", "NCE-60",
              "BlackOut-60")
 
 # Where routed candidates fail, and what helps: subsets, candidates, noise, the bias of the output
-# layer, and edges that are balanced, for which the table must not be the embedding.
+# layer, and edges that are balanced, for which the table must not be the embedding. Then candidates
+# from elsewhere.
 ROUTED = {"exact": EXACT, "60 of 100 subsets": cane("routed", 60)} | {
     f"60 of {count} subsets": cane("routed", 60, "--subsets", str(count))
     for count in (3, 10, 30, 300)
@@ -103,6 +97,13 @@ ROUTED = {"exact": EXACT, "60 of 100 subsets": cane("routed", 60)} | {
              "routed", 60, "--subsets", str(count), "--noises", "60", "--noise", "unigram",
              "--noise-reduction", "log_of_mean")
          for count in (10, 100)
+     } | {
+         "60 most frequent": cane("head", 60),
+         "60 most frequent, unigram noise": cane("head", 60, "--noise", "unigram"),
+         "60 most frequent, midx noise": cane("head", 60, "--noise", "midx", *MIDX),
+         "60 bigram, unigram noise": cane("bigram", 60, "--noise", "unigram"),
+         "60 bigram, midx noise": cane("bigram", 60, "--noise", "midx", *MIDX),
+         "60 midx, unigram noise": cane("midx", 60, "--noise", "unigram", *MIDX),
      }
 
 # Learned codebooks, with 20 private samples (Chen et al., 2025, Table 5, Figure 3). A later option

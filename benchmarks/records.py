@@ -76,14 +76,16 @@ def table(rows: list[dict], title: str = "", columns: list[str] | None = None) -
     }
 
 
-def plot(x: str, y: str, curves: dict[str, list[tuple[float, float]]], log: str = "") -> dict:
+def plot(x: str, y: str, curves: dict[str, list[tuple[float, float]]], log: str = "",
+         lines: bool = True) -> dict:
     """Returns a plot for `report`: curves of points (x, y) by name.
 
     Args:
         x, y: labels of the axes.
         log: which axes have a logarithmic scale: "", "x", "y" or "xy".
+        lines: join the points of a curve.
     """
-    return {"x": x, "y": y, "log": log, "curves": curves}
+    return {"x": x, "y": y, "log": log, "curves": curves, "lines": lines}
 
 
 def figures_table(figures: list[dict], title: str = "") -> dict:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import xsoftmax as xs
 from extreme_data import SHAPES, delicious, float_rows, generated, split
-from records import add_json, report, table
+from records import add_json, plot, report, table
 from runs import Runs, checksum
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
@@ -163,7 +163,7 @@ def main() -> None:
         run = f"{method}, {args.samples} samples, lr {lr:g}, {epochs} epochs, seed {seed}"
         return runs.get(run) or runs.add(run, fit(problem, method, lr, epochs, seed, args.samples))
 
-    rows, full = [], None
+    rows, ratios, full = [], {}, None
     for method in args.only:
         short = {lr: train(method, lr, args.search_epochs)["valid"] for lr in args.lr}
         finalists = sorted(args.lr, key=lambda lr: -short[lr])[:3]
@@ -171,20 +171,21 @@ def main() -> None:
         several = [train(method, lr, args.epochs, seed) for seed in range(1, 1 + args.seeds)]
         found = {name: [run[name] for run in several] for name in several[0] if name != "valid"}
         full = found if method == "full" else full
+        ratio = {name: sum(found[name]) / sum(full[name]) for name in found} if full else {}
+        ratios[method] = [(int(name[2:]), value) for name, value in ratio.items()]  # P@1, P@3, ...
         rows.append({"sampler": method, "learning rate": f"{lr:g}"}
                     | {name: mean_and_error(values)
                        for name, values in found.items()}
-                    | ({
-                        f"{name} / full": f"{sum(values) / sum(full[name]):.3f}"
-                        for name, values in found.items()
-                    } if full else {}))
+                    | {f"{name} / full": f"{value:.3f}"
+                       for name, value in ratio.items()})
     sizes = {
         "data": problem.name, "training examples": f"{problem.x['train'].shape[0]:,}",
         "features": f"{problem.x['train'].shape[1]:,}", "labels": f"{problem.classes:,}"
     }
     report(args, __doc__, question="How precise are models of many labels trained with samples?",
            against="the exact softmax loss with several positives", threads=args.threads,
-           tables=[table(rows), table([sizes])], runs=runs.about())
+           tables=[table(rows), table([sizes])], runs=runs.about(), plot=plot(
+               "k", "P@k / that of the full softmax", ratios))
 
 
 if __name__ == "__main__":

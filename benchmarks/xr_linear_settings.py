@@ -16,6 +16,7 @@ The tables correspond to Table 6 of that paper, on other data sets.
 """
 
 import argparse
+import re
 import statistics
 import time
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch
 
 import extreme_data
 import xsoftmax as xs
-from records import add_json, report, table
+from records import add_json, plot, report, table
 
 RANKS, SHORTLIST = (1, 3, 5), 20
 
@@ -89,9 +90,11 @@ def ranker(data: Set, seed: int):
     return trained - begin, time.perf_counter() - trained, found
 
 
+# What the plot compares with.
+DEFAULT = "T = 1, B = 16 (default)"
 SETTINGS = {
     "T = 1, B = 32": lambda data, seed: trees(data, seed, 1, 32),
-    "T = 1, B = 16 (default)": lambda data, seed: trees(data, seed, 1, 16),
+    DEFAULT: lambda data, seed: trees(data, seed, 1, 16),
     "T = 1, B = 8": lambda data, seed: trees(data, seed, 1, 8),
     "T = 1, B = 2": lambda data, seed: trees(data, seed, 1, 2),
     "T = 3, B = 32": lambda data, seed: trees(data, seed, 3, 32),
@@ -132,6 +135,19 @@ def texts(row: dict) -> dict:
     return shown
 
 
+def by_children(rows: list[dict]) -> dict[str, list[tuple[float, float]]]:
+    """Returns P@5 divided by that of the default for each number of children, by set and number of
+    trees."""
+    precision = {(row["set"], row["setting"]): statistics.mean(run["P@5"] for run in row["runs"])
+                 for row in rows}
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for (name, setting), value in precision.items():
+        if found := re.fullmatch(r"T = (\d+), B = (\d+)( \(default\))?", setting):
+            curves.setdefault(f"{name}, T = {found[1]}", []).append(
+                (int(found[2]), value / precision[name, DEFAULT]))
+    return curves
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -157,7 +173,8 @@ def main() -> None:
         args, __doc__, question="Which settings of XR-Linear improve precision?",
         against="the default: one tree of 16 children per node", figures=rows, tables=[
             table([texts(row) for row in rows if row["set"] == name], name) for name in readers
-        ])
+        ], plot=plot("children of a node, at most", "P@5 / that of the default", by_children(rows),
+                     "x"))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import benchmark_pages
 
 def in_words(plot: dict) -> str:
     """Returns what a plot shows, for those who cannot see it."""
-    return f"{plot['y']} against {plot['x']}, a line for each of: {', '.join(plot['curves'])}."
+    return f"{plot['y']} against {plot['x']}, for each of: {', '.join(plot['curves'])}."
 
 
 class Record(SphinxDirective):
