@@ -153,23 +153,28 @@ def test_the_split_of_novels_is_listed(monkeypatch):
                                    for line in listed}
 
 
-def test_long_trainings_decide_between_the_best_rates_of_short_ones(monkeypatch, experiments,
-                                                                    tmp_path):
+@pytest.mark.parametrize("long, best, last", [
+    ({.008: 30, .004: 20, .002: 10, .001: 15}, .002, .001),
+    ({.008: 30, .004: 40}, .008, .004),
+    ({.008: None, .004: None, .002: 20, .001: 30}, .002, .001),
+])  # yapf: disable
+def test_long_trainings_go_on_with_lower_rates_than_the_best_short_one(monkeypatch, experiments,
+                                                                       tmp_path, long, best, last):
     study = importlib.import_module("study")
     parser = study.make_parser("", "language_model", epochs=4, search_epochs=1)
     args = parser.parse_args(["--data", "x", "--out", str(tmp_path), "--seeds", "2"])
     args.options = []
-    costs = {1: {.001: 90, .002: 60, .004: 40, .008: 30}, 4: {.002: 10, .004: 20,
-                                                              .008: 30}}  # by epochs and rate
-    trained = []
+    short, trained = {.001: 90, .002: 60, .004: 40, .008: 30, .016: 35}, []
 
     def train(name, method, lr, epochs, seed=1):
         trained.append((lr, epochs, seed))
-        return {"cost": costs[epochs][lr]}
+        cost = {1: short, 4: long}[epochs][lr]
+        return {"failed": "diverged"} if cost is None else {"cost": cost}
 
     one = study.Study("language_model", args, [], lambda run: run["cost"])
     monkeypatch.setattr(one, "train", train)
-    [(name, lr, runs)] = one.long_runs({"exact": []}, tuple(costs[1]))
-    assert (name, lr, runs) == ("exact", .002, [{"cost": 10}] * 2)
-    assert sorted(trained)[1:] == [(.002, 1, 1), (.002, 4, 1), (.002, 4, 2), (.004, 1, 1),
-                                   (.004, 4, 1), (.008, 1, 1), (.008, 4, 1)]
+    [(name, lr, runs)] = one.long_runs({"exact": []}, tuple(short))
+    assert (name, lr, runs) == ("exact", best, [{"cost": long[best]}] * 2)
+    assert trained == [*((lr, 1, 1) for lr in short),
+                       *((lr, 4, 1) for lr in (.008, .004, .002, .001) if lr >= last),
+                       (best, 4, 2)]  # fmt: skip
