@@ -140,7 +140,7 @@ class Study:
         first seed.
         """
         best = self.best_runs(methods, tuple(self.args.rates or rates))
-        others = [(name, seed) for name in methods for seed in range(2, 1 + self.args.seeds)]
+        others = [(name, seed) for seed in range(2, 1 + self.args.seeds) for name in methods]
         runs = self.map([(name, methods[name], best[name][0], self.args.epochs, seed)
                          for name, seed in others])
         return [(name, lr,
