@@ -17,9 +17,9 @@ loss.
 Each run is a run of examples/language_model/train.py with a checkpoint, so the same command
 continues after an interruption, and finished runs are kept in --runs. Learning rates are selected
 in the same way for all methods, by validation perplexity: long runs begin with the best rate of
-short runs, and go on with lower ones as long as these are better; the best is used, with --seeds
-seeds; the table shows means and standard errors. This takes hours. Runs share the machine (--jobs),
-so their own times are not meaningful; the time of a step is measured separately, on --time-threads threads, with interleaved methods
+short runs, and go on with lower or with higher ones as long as these are better; the best is used,
+with --seeds seeds; the table shows means and standard errors. This takes hours. Runs share the
+machine (--jobs), so their own times are not meaningful; the time of a step is measured separately, on --time-threads threads, with interleaved methods
 (`--time`, on an otherwise idle machine). Options after `--` are passed to the example in all runs.
 """
 

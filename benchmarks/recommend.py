@@ -9,9 +9,9 @@
 Each run is a run of examples/recommend/train.py with a checkpoint, so the same command continues
 after an interruption, and finished runs are kept in --runs. Learning rates are selected in the same
 way for all methods, by validation NDCG@10: long runs begin with the best rate of short runs, and go
-on with lower ones as long as these are better; the best is used, at its best epoch, with --seeds
-seeds; the table shows means and standard errors. This takes hours. Runs share the machine (--jobs),
-so their times are not meaningful. Options after `--` are passed to the example in all runs.
+on with lower or with higher ones as long as these are better; the best is used, at its best epoch,
+with --seeds seeds; the table shows means and standard errors. This takes hours. Runs share the
+machine (--jobs), so their times are not meaningful. Options after `--` are passed to the example in all runs.
 """
 
 import statistics

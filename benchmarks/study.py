@@ -134,10 +134,9 @@ class Study:
         """Returns for each method its name, its best learning rate, and the metrics of the long
         runs with that rate, one for each seed.
 
-        The best rate of a short run is often too high for a long one; it was never too low in the
-        25 searches of midx_words.ptb and midx_items.gru. So the first long run has the best rate of
-        the short ones, and lower rates follow as long as they are better. The selection uses the
-        first seed.
+        The best rate of a short run is often too high for a long one, and sometimes too low. So the
+        first long run has the best rate of the short ones. Lower rates follow as long as they are
+        better, or, if the next lower one is not, higher ones. The selection uses the first seed.
         """
         best = self.best_runs(methods, tuple(self.args.rates or rates))
         others = [(name, seed) for seed in range(2, 1 + self.args.seeds) for name in methods]
@@ -161,11 +160,15 @@ class Study:
         def search(name: str) -> tuple[float, dict]:
             first = min(rates, key=lambda lr: costs[name, lr])
             best = first, self.train(name, methods[name], first, self.args.epochs)
-            for lr in sorted((lr for lr in rates if lr < first), reverse=True):
-                run = self.train(name, methods[name], lr, self.args.epochs)
-                if self.cost(run) < self.cost(best[1]):
-                    best = lr, run
-                elif "failed" not in best[1]:
+            for others in (sorted((lr for lr in rates if lr < first), reverse=True),
+                           sorted(lr for lr in rates if lr > first)):
+                for lr in others:
+                    run = self.train(name, methods[name], lr, self.args.epochs)
+                    if self.cost(run) < self.cost(best[1]):
+                        best = lr, run
+                    elif "failed" not in best[1]:
+                        break
+                if best[0] != first:
                     break
             return best
 
