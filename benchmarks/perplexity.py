@@ -19,8 +19,9 @@ continues after an interruption, and finished runs are kept in --runs. Learning 
 in the same way for all methods, by validation perplexity: long runs begin with the best rate of
 short runs, and go on with lower or with higher ones as long as these are better; the best is used,
 with --seeds seeds; the table shows means and standard errors. This takes hours. Runs share the
-machine (--jobs), so their own times are not meaningful; the time of a step is measured separately, on --time-threads threads, with interleaved methods
-(`--time`, on an otherwise idle machine). Options after `--` are passed to the example in all runs.
+machine (--jobs), so their own times are not meaningful; the time of a step is measured separately,
+on --time-threads threads, with interleaved methods (`--time`, on an otherwise idle machine).
+Options after `--` are passed to the example in all runs.
 """
 
 import math
@@ -62,10 +63,8 @@ def one_denominator(classes: int, noises: int) -> list[str]:
 # CANE, NCE and BlackOut with equal counts (Han et al., 2018, section 7.2). Routed candidates come
 # from one layer of subsets with uniform noise, as in the paper. There is one noise in addition to
 # the candidates, unless the name says otherwise.
-CANE = {
-    "exact": EXACT,
-    "CANE-60, the most frequent, unigram noise": cane("head", 60, "--noise", "unigram")
-}
+ONE_NOISE = "CANE-60, the most frequent, unigram noise"
+CANE = {"exact": EXACT, ONE_NOISE: cane("head", 60, "--noise", "unigram")}
 for count in (40, 60, 80):
     CANE |= {
         f"CANE-{count}, routed": cane("routed", count),
@@ -76,9 +75,8 @@ for count in (40, 60, 80):
                                      "blackout"),
     }
 # All of them in one plot could not be told apart.
-CANE_PLOT = ("exact", "CANE-60, routed", "CANE-60, the most frequent, unigram noise",
-             "CANE-60, a third of them noises", "CANE-60, half of them noises", "NCE-60",
-             "BlackOut-60")
+CANE_PLOT = ("exact", "CANE-60, routed", ONE_NOISE, "CANE-60, a third of them noises",
+             "CANE-60, half of them noises", "NCE-60", "BlackOut-60")
 
 # Where routed candidates fail, and what helps: subsets, candidates, noise, the bias of the output
 # layer, and edges that are balanced, for which the table must not be the embedding. Then candidates

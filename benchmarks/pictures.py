@@ -56,8 +56,7 @@ def draw(plot: dict, path: Path) -> None:
         for number, (name, points) in enumerate(plot["curves"].items()):
             used = number // len(COLOURS) % 3  # how many curves before have the same colour
             if plot.get("lines", True):
-                axes.plot(*zip(*points), label=name, markersize=4,
-                          linestyle=("-", "--", ":")[used])
+                axes.plot(*zip(*points), label=name, markersize=4, linestyle=("-", "--", ":")[used])
             else:
                 axes.plot(*zip(*points), label=name, markersize=7, linestyle="none",
                           marker="os^"[used])

@@ -11,7 +11,8 @@ after an interruption, and finished runs are kept in --runs. Learning rates are 
 way for all methods, by validation NDCG@10: long runs begin with the best rate of short runs, and go
 on with lower or with higher ones as long as these are better; the best is used, at its best epoch,
 with --seeds seeds; the table shows means and standard errors. This takes hours. Runs share the
-machine (--jobs), so their times are not meaningful. Options after `--` are passed to the example in all runs.
+machine (--jobs), so their times are not meaningful. Options after `--` are passed to the example in
+all runs.
 """
 
 import statistics

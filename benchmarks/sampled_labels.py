@@ -184,8 +184,8 @@ def main() -> None:
     }
     report(args, __doc__, question="How precise are models of many labels trained with samples?",
            against="the exact softmax loss with several positives", threads=args.threads,
-           tables=[table(rows), table([sizes])], runs=runs.about(), plot=plot(
-               "k", "P@k / that of the full softmax", ratios))
+           tables=[table(rows), table([sizes])], runs=runs.about(),
+           plot=plot("k", "P@k / that of the full softmax", ratios))
 
 
 if __name__ == "__main__":

@@ -160,8 +160,9 @@ class Study:
         def search(name: str) -> tuple[float, dict]:
             first = min(rates, key=lambda lr: costs[name, lr])
             best = first, self.train(name, methods[name], first, self.args.epochs)
-            for others in (sorted((lr for lr in rates if lr < first), reverse=True),
-                           sorted(lr for lr in rates if lr > first)):
+            lower = sorted((lr for lr in rates if lr < first), reverse=True)
+            higher = sorted(lr for lr in rates if lr > first)
+            for others in (lower, higher):
                 for lr in others:
                     run = self.train(name, methods[name], lr, self.args.epochs)
                     if self.cost(run) < self.cost(best[1]):

@@ -183,5 +183,5 @@ def test_long_trainings_go_on_from_the_best_rate_of_short_ones(monkeypatch, expe
     monkeypatch.setattr(one, "train", train)
     [(name, lr, runs)] = one.long_runs({"exact": []}, tuple(short))
     assert (name, lr, runs) == ("exact", best, [{"cost": long[best]}] * 2)
-    assert trained == [*((lr, 1, 1) for lr in short),
-                       *((lr, 4, 1) for lr in long), (best, 4, 2)]  # fmt: skip
+    assert trained == [*((lr, 1, 1) for lr in short), *((lr, 4, 1) for lr in long),
+                       (best, 4, 2)]  # fmt: skip
