@@ -54,12 +54,13 @@ def draw(plot: dict, path: Path) -> None:
     with picture(path, 8.4, 4.0) as figure:
         axes = figure.subplots()
         for number, (name, points) in enumerate(plot["curves"].items()):
-            used = number // len(COLOURS) % 3  # how many curves before have the same colour
+            used = number // len(COLOURS) % 4  # how many curves before have the same colour
             if plot.get("lines", True):
-                axes.plot(*zip(*points), label=name, markersize=4, linestyle=("-", "--", ":")[used])
+                axes.plot(*zip(*points), label=name, markersize=4,
+                          linestyle=("-", "--", ":", "-.")[used])
             else:
                 axes.plot(*zip(*points), label=name, markersize=7, linestyle="none",
-                          marker="os^"[used])
+                          marker="os^D"[used])
         for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
             if name in plot["log"]:
                 axes.set(**{f"{name}scale": "log"})
