@@ -78,7 +78,7 @@ LANGUAGE = "benchmarks/perplexity.py "
 SMALL = " -- --width 128 --layers 1 --dropout 0.2"
 KEPT = "--out {out} --runs {runs} --jobs 1 "
 TIMED = KEPT + "--time --time-threads 1 "
-TUNED = " --data {ptb} " + TIMED + "--epochs {e:8} --search-epochs {e:1} --seeds 3" + SMALL
+TUNED = " --data {ptb} " + TIMED + "--epochs {e:8} --search-epochs {e:1}" + SMALL
 CURVES = " --eval-epochs {e:2}"
 NOVELS = " --data {novels} " + TIMED + "--epochs {e:0.5} --rates .004 --only "
 SHORT = SMALL + " --eval-epochs {e:0.05} --eval-tokens 100000 --min-count "
@@ -106,7 +106,7 @@ STUDIES = {
     "cane_words": Study(
         f"{CANE}, section 7.2, Figure 3",
         "Does CANE train a language model better than NCE and BlackOut with as many words?",
-        (Part("ptb", 500, (LANGUAGE + "cane" + TUNED + CURVES + " --unigram-bias",)),
+        (Part("ptb", 500, (LANGUAGE + "cane --seeds 3" + TUNED + CURVES + " --unigram-bias",)),
          Part("routed", 120,
               (LANGUAGE + "routed --data {ptb} " + KEPT + "--epochs {e:3} --rates .004" + SMALL,)),
          Part("novels", 600,
@@ -115,9 +115,9 @@ STUDIES = {
     "midx_words": Study(
         f"{MIDX}, Table 4, Figure 2",
         "How close do language models trained with sampled losses come to the exact loss?",
-        (Part("ptb", 600, (LANGUAGE + "table" + TUNED,)),
-         Part("transformer", 600, (LANGUAGE + "table" + TUNED.replace("--seeds 3", "--seeds 2") +
-                                   CURVES + " --model transformer",)),
+        (Part("ptb", 600, (LANGUAGE + "table --seeds 3" + TUNED,)),
+         Part("transformer", 600,
+              (LANGUAGE + "table --seeds 2" + TUNED + CURVES + " --model transformer",)),
          Part("novels", 300, (LANGUAGE + "table" + NOVELS + "'20 private midx, ranking' "
                               "'20 private unigram, ranking' '512 shared unigram, head 512' "
                               "'head 64 + 64 private midx, ranking'" + SHORT + "5",)))),
@@ -129,7 +129,7 @@ STUDIES = {
          Part("trained", 20,
               ("benchmarks/sampler_distance.py --data {ptb} --out {out} --epochs {e:4}",)))),
     "midx_learnable": Study(f"{MIDX}, Table 5, Figure 3", "Do learned codebooks help?",
-                            (Part("ptb", 360, (LANGUAGE + "learnable" + TUNED,)),)),
+                            (Part("ptb", 360, (LANGUAGE + "learnable --seeds 3" + TUNED,)),)),
     "midx_ablation": Study(
         f"{MIDX}, Table 1, Figures 3, 6 and 7",
         "How do codewords, samples and refreshes change quality, and what does a sample cost?",

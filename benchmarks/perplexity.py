@@ -78,9 +78,9 @@ for count in (40, 60, 80):
 CANE_PLOT = ("exact", "CANE-60, routed", ONE_NOISE, "CANE-60, a third of them noises",
              "CANE-60, half of them noises", "NCE-60", "BlackOut-60")
 
-# Where routed candidates fail, and what helps: subsets, candidates, noise, the bias of the output
-# layer, and edges that are balanced, for which the table must not be the embedding. Then candidates
-# from elsewhere.
+# Show where routed candidates fail, and what helps: subsets, candidates, noise, the bias of the
+# output layer, and edges that are balanced, for which the table must not be the embedding. Compare
+# with candidates that are not routed.
 ROUTED = {"exact": EXACT, "60 of 100 subsets": cane("routed", 60)} | {
     f"60 of {count} subsets": cane("routed", 60, "--subsets", str(count))
     for count in (3, 10, 30, 300)

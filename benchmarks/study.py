@@ -158,20 +158,19 @@ class Study:
         costs = {(name, lr): self.cost(run) for (name, _, lr, _), run in zip(grid, self.map(grid))}
 
         def search(name: str) -> tuple[float, dict]:
-            first = min(rates, key=lambda lr: costs[name, lr])
-            best = first, self.train(name, methods[name], first, self.args.epochs)
-            lower = sorted((lr for lr in rates if lr < first), reverse=True)
-            higher = sorted(lr for lr in rates if lr > first)
-            for others in (lower, higher):
-                for lr in others:
-                    run = self.train(name, methods[name], lr, self.args.epochs)
-                    if self.cost(run) < self.cost(best[1]):
-                        best = lr, run
-                    elif "failed" not in best[1]:
-                        break
-                if best[0] != first:
-                    break
-            return best
+            runs: dict[float, dict] = {}
+
+            def cost(lr: float) -> float:
+                if lr not in runs:
+                    runs[lr] = self.train(name, methods[name], lr, self.args.epochs)
+                return self.cost(runs[lr])
+
+            order = sorted(rates)
+            at = order.index(min(rates, key=lambda lr: costs[name, lr]))
+            for step in (-1, 1):
+                while 0 <= at + step < len(order) and cost(order[at]) >= cost(order[at + step]):
+                    at += step
+            return order[at], runs[order[at]]
 
         with ThreadPoolExecutor(self.args.jobs) as pool:
             return dict(zip(methods, pool.map(search, methods)))

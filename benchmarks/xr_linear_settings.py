@@ -90,7 +90,7 @@ def ranker(data: Set, seed: int):
     return trained - begin, time.perf_counter() - trained, found
 
 
-# What the plot compares with.
+# Divide the precision of each setting by that of this one in the plot.
 DEFAULT = "T = 1, B = 16 (default)"
 SETTINGS = {
     "T = 1, B = 32": lambda data, seed: trees(data, seed, 1, 32),

@@ -72,7 +72,7 @@ CASES = {
     "midx_labels.generated": "--scale .01 --samples 5 --lr .01 --seeds 2 --only full midx"
 }
 
-# Records that are older than their studies' plots.
+# List the records that are older than the plots of their studies.
 WITHOUT_PLOT = {"midx_items.beauty", "midx_words.novels"}
 
 
@@ -124,6 +124,34 @@ def test_pages_show_the_record_of_every_part(experiments):
     assert all((DOCS / f"{record}.svg").exists() for record in plotted)
 
 
+def test_plots_of_linear_models_show_the_figures_of_their_tables(experiments):
+    record = json.loads((DOCS / "pecos_linear.three_sets.json").read_text())
+    value = {one["figure"]: one["value"] for one in record["figures"]}
+    sets = list(record["results"])
+    curves = importlib.import_module("extreme_labels").against_libpecos(record["results"])
+    for side, name in (("xsoftmax", ""), ("xsoftmax tfn+man", ", TFN+MAN")):
+        points = [(value[f"{one}: training{name} / libpecos"],
+                   -value[f"{one}: libpecos's P@1 - ours, points{name}"]) for one in sets]
+        assert curves[side] == [pytest.approx(point) for point in points]
+    assert {name: [list(point) for point in points]
+            for name, points in curves.items()} == record["plot"]["curves"]
+
+    record = json.loads((DOCS / "pecos_ablation.settings.json").read_text())
+    shown = {
+        tuple(row[:2]): float(row[6].split()[0])
+        for one in record["tables"]
+        for row in one["rows"]
+    }
+    curves = importlib.import_module("xr_linear_settings").by_children(record["figures"])
+    default = shown["gowalla", "T = 1, B = 16 (default)"]
+    assert curves["gowalla, T = 3"] == [
+        (count, pytest.approx(shown["gowalla", f"T = 3, B = {count}"] / default, rel=2e-3))
+        for count in (32, 8, 2)
+    ]  # fmt: skip
+    assert {name: [list(point) for point in points]
+            for name, points in curves.items()} == record["plot"]["curves"]
+
+
 def test_missing_data_is_named(tmp_path):
     done = run(tmp_path / "nowhere", tmp_path, "midx_items")
     assert done.returncode == 0
@@ -159,7 +187,7 @@ def test_the_split_of_novels_is_listed(monkeypatch):
                                    for line in listed}
 
 
-# The costs of long trainings by rate, in the order in which they should be run.
+# Give the costs of long trainings by rate, in the order in which they should be run.
 @pytest.mark.parametrize("long, best", [
     ({.008: 30, .004: 20, .002: 10, .001: 15}, .002),
     ({.008: 30, .004: 40, .016: 35}, .008),
