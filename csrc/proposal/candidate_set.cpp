@@ -1,10 +1,12 @@
 #include "proposal/candidate_set.h"
 
+#include "cpu/impl.h"
 #include "op/operators.h"
 #include "op/shape_checks.h"
 #include "op/checks.h"
 #include "op/find_op.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
@@ -191,7 +193,23 @@ Tensor candidate_set_cpu(const Tensor& ids, int64_t num_classes) {
   check_candidates(ids, num_classes);
   check::class_ids(kCandidateSet, "candidates",
                    num_classes > 0 ? ids.masked_fill(ids.eq(-1), 0) : ids, num_classes);
-  return candidate_set_any(ids, num_classes);
+  if (use_reference()) {
+    return candidate_set_any(ids, num_classes);
+  }
+  const Tensor out = ids.clone(at::MemoryFormat::Contiguous);
+  const int64_t size = ids.size(-1), rows = size == 0 ? 0 : ids.numel() / size;
+  int64_t* const id = out.mutable_data_ptr<int64_t>();
+  at::parallel_for(0, rows, std::max<int64_t>(1, 2048 / std::max<int64_t>(1, size)),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t q = begin; q < end; ++q) {
+                       int64_t* const row = id + q * size;
+                       std::sort(row, row + size);
+                       for (int64_t i = size - 1; i > 0; --i) {
+                         row[i] = row[i] == row[i - 1] ? -1 : row[i];
+                       }
+                     }
+                   });
+  return out;
 }
 
 Tensor candidate_set_meta(const Tensor& ids, int64_t num_classes) {

@@ -18,7 +18,6 @@ namespace { constexpr const char* kComplementKind = "ComplementSampler"; } // na
 
 CandidateSet sample_outside(const DrawRequest& request, const Tensor& candidates,
                             const UnionPart* part, std::string_view text) {
-  static const auto sort = find_op<decltype(sort_sets)>("xsoftmax::sort_sets");
   const auto options = parse_options<ComplementOptions>(kComplementKind, text);
   const c10::SymInt rows = request.queries.sym_size(0);
   TORCH_CHECK_VALUE(
@@ -27,7 +26,7 @@ CandidateSet sample_outside(const DrawRequest& request, const Tensor& candidates
       candidates.sym_sizes());
   const bool of_batch = candidates.dim() == 1;
   const Tensor inside =
-      sort.call(of_batch ? candidates.unsqueeze(0) : candidates, options.num_classes);
+      sort_sets(of_batch ? candidates.unsqueeze(0) : candidates, options.num_classes);
   OptionalTensor draws, inside_count, log_count, target_count;
   if (part != nullptr) {
     const Proposal sets = part->sample(request);

@@ -1,21 +1,24 @@
 #include "proposal/complement_sample.h"
 
+#include "cpu/impl.h"
 #include "op/checks.h"
+#include "op/find_op.h"
 #include "op/operators.h"
 #include "op/options.h"
 #include "op/shape_checks.h"
-#include "proposal/modules.h"
+#include "proposal/sampling.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -25,38 +28,8 @@ namespace {
 
 using at::Tensor;
 
-void check_sets(const Tensor& sets, int64_t num_classes) {
-  constexpr const char* op = "sort_sets";
-  check::dim(op, "sets", sets, 2);
-  check::int64(op, "sets", sets);
-  TORCH_CHECK_VALUE(num_classes >= 1, op, ": expected num_classes of at least 1, got ",
-                    num_classes);
-}
-
 Tensor columns_of(const Tensor& rows) {
   return at::arange(at::Scalar(rows.sym_size(1)), rows.options());
-}
-
-Tensor sort_sets_cpu(const Tensor& sets, int64_t num_classes) {
-  constexpr const char* op = "sort_sets";
-  const Tensor inside = sort_sets(sets, num_classes).contiguous(),
-               sets_in_order = sets.contiguous();
-  const int64_t *id = sets_in_order.const_data_ptr<int64_t>(),
-                *sorted = inside.const_data_ptr<int64_t>(), size = inside.size(1);
-  for (int64_t i = 0; i < inside.numel(); ++i) {
-    TORCH_CHECK_INDEX(id[i] >= -1 && id[i] < num_classes, op, ": expected classes in [0, ",
-                      num_classes, "), or -1 for none, got ", id[i], " at [", i / size, ", ",
-                      i % size, "]");
-    TORCH_CHECK_VALUE(i % size == 0 || sorted[i] != sorted[i - 1], op,
-                      ": expected sets without repeats, got ", sorted[i],
-                      " twice in that of query ", i / size);
-  }
-  return inside;
-}
-
-Tensor sort_sets_meta(const Tensor& sets, int64_t num_classes) {
-  check_sets(sets, num_classes);
-  return at::empty_like(sets, at::MemoryFormat::Contiguous);
 }
 
 void check_inside(const char* op, const Tensor& inside, const char* argument, const Tensor& ids) {
@@ -67,6 +40,82 @@ void check_inside(const char* op, const Tensor& inside, const char* argument, co
   TORCH_CHECK_VALUE(inside.sym_size(0) == 1 || inside.sym_size(0) == ids.sym_size(0), op,
                     ": expected inside with 1 row or ", ids.sym_size(0), ", the queries, got ",
                     inside.sym_size(0));
+}
+
+ComplementOptions checked_options(const char* op, std::string_view text) {
+  const auto options = parse_options<ComplementOptions>(op, text);
+  TORCH_CHECK_VALUE(options.num_classes >= 1 && options.num_samples >= 0 && options.tries >= 0, op,
+                    ": expected num_classes of at least 1, and num_samples and tries of at least "
+                    "0, got ",
+                    options.num_classes, ", ", options.num_samples, " and ", options.tries);
+  return options;
+}
+
+ComplementOptions check_complement_sample(const Tensor& seed, const Tensor& inside,
+                                          const OptionalTensor& draws, const Tensor& queries,
+                                          std::string_view text) {
+  constexpr const char* op = "complement_sample";
+  const ComplementOptions options = checked_options(op, text);
+  check_inside(op, inside, "queries", queries);
+  check_sampling(op, seed, queries.sym_size(0), options.num_samples);
+  check::same_device(op, "seed", seed, "inside", inside);
+  if (is_defined(draws)) {
+    check_inside(op, inside, "draws", *draws);
+    check::int64(op, "draws", *draws);
+    check::size(op, "draws", *draws, 0, queries.sym_size(0), "the queries");
+    check::size(op, "draws", *draws, 1, options.num_samples * options.tries,
+                "num_samples times tries");
+  }
+  return options;
+}
+
+ComplementOptions check_complement_log_count(const Tensor& inside,
+                                             const OptionalTensor& inside_count, const Tensor& ids,
+                                             const OptionalTensor& log_count,
+                                             const OptionalTensor& target,
+                                             const OptionalTensor& target_count,
+                                             std::string_view text) {
+  constexpr const char* op = "complement_log_count";
+  const ComplementOptions options = checked_options(op, text);
+  const bool sampled = options.tries > 0;
+  check_inside(op, inside, "ids", ids);
+  TORCH_CHECK_VALUE(
+      is_defined(inside_count) == sampled && is_defined(log_count) == sampled &&
+          is_defined(target_count) == (sampled && is_defined(target)),
+      op, ": expected the counts of a sampler with tries alone, got tries = ", options.tries);
+  check::int64(op, "ids", ids);
+  const auto check_counts = [&](const char* name, const OptionalTensor& count) {
+    if (is_defined(count)) {
+      check::floating(op, name, *count);
+      check::same_device(op, name, *count, "inside", inside);
+    }
+  };
+  check_counts("inside_count", inside_count);
+  check_counts("log_count", log_count);
+  const auto check_shape = [&](const char* name, const OptionalTensor& count, c10::SymInt width) {
+    const auto fits = [&](int64_t axis, const c10::SymInt& size) {
+      return count->dim() < axis || count->sym_size(-axis) == size || count->sym_size(-axis) == 1;
+    };
+    TORCH_CHECK_VALUE(
+        !is_defined(count) || (count->dim() <= 2 && fits(1, width) && fits(2, ids.sym_size(0))), op,
+        ": expected ", name, " of a shape that broadcasts to [", ids.sym_size(0), ", ", width,
+        "], got ", count->sym_sizes());
+  };
+  check_shape("inside_count", inside_count, inside.sym_size(1));
+  check_shape("log_count", log_count, ids.sym_size(1));
+  if (is_defined(target)) {
+    check::int64(op, "target", *target);
+    TORCH_CHECK_VALUE(
+        (target->dim() == 1 || target->dim() == 2) && target->sym_size(0) == ids.sym_size(0), op,
+        ": expected target of shape [", ids.sym_size(0), "] or [", ids.sym_size(0), ", T], got ",
+        target->sym_sizes());
+    check::same_device(op, "target", *target, "inside", inside);
+    check_counts("target_count", target_count);
+    TORCH_CHECK_VALUE(!is_defined(target_count) || target_count->sym_sizes() == target->sym_sizes(),
+                      op, ": expected target_count for each target, ", target->sym_sizes(),
+                      ", got ", target_count->sym_sizes());
+  }
+  return options;
 }
 
 // Returns the insertion positions of `values` in ascending `rows` [Q or 1, C].
@@ -110,6 +159,22 @@ struct OutsideDistribution {
   }
 };
 
+// Returns 1 + f + ... + f^(n - 1) and f^n, by doubling. T: a tensor or a double; `one` is 1 in its
+// shape.
+template <typename T>
+std::pair<T, T> geometric_sum(const T& f, const T& one, int64_t n) {
+  T sum = one, power = f;
+  for (int bit = int(std::bit_width(uint64_t(n))) - 2; bit >= 0; --bit) {
+    sum = sum * (power + 1.0);
+    power = power * power;
+    if (n >> bit & 1) {
+      sum = sum * f + 1.0;
+      power = power * f;
+    }
+  }
+  return {sum, power};
+}
+
 OutsideDistribution make_outside_distribution(const Tensor& inside,
                                               const OptionalTensor& inside_count,
                                               const Tensor& left,
@@ -122,34 +187,15 @@ OutsideDistribution make_outside_distribution(const Tensor& inside,
   const Tensor count =
       at::where(inside.lt(options.num_classes), inside_count->to(at::kDouble).exp(), 0.0);
   const Tensor mass = count.sum(1, true).div_(draws).clamp_max_(1.0);
-  // 1 + f + ... + f^(n - 1) and f^n, by doubling from n = 1 to the number of tries.
-  Tensor geometric_sum = at::ones_like(mass), power = mass;
-  for (int bit = int(std::bit_width(uint64_t(options.tries))) - 2; bit >= 0; --bit) {
-    geometric_sum = geometric_sum * (power + 1.0);
-    power = power.square();
-    if (options.tries >> bit & 1) {
-      geometric_sum = geometric_sum * mass + 1.0;
-      power = power * mass;
-    }
-  }
-  return {geometric_sum / double(options.tries), power * uniform};
+  const auto [sum, power] = geometric_sum(mass, at::ones_like(mass), options.tries);
+  return {sum / double(options.tries), power * uniform};
 }
 
-} // namespace
-
-Tensor sort_sets(const Tensor& sets, int64_t num_classes) {
-  check_sets(sets, num_classes);
-  return std::get<0>(at::where(sets.ge(0), sets, columns_of(sets) + num_classes).sort(1));
-}
-
-Tensor complement_sample(const Tensor& seed, const Tensor& inside, const OptionalTensor& draws,
-                         const Tensor& queries, std::string_view text) {
-  constexpr const char* op = "complement_sample";
+Tensor complement_sample_any(const Tensor& seed, const Tensor& inside, const OptionalTensor& draws,
+                             const Tensor& queries, std::string_view text) {
   constexpr int64_t resolution = int64_t(1) << 53;
   using Size = c10::SymInt;
-  const auto options = parse_options<ComplementOptions>(op, text);
-  check_inside(op, inside, "queries", queries);
-  check::same_device(op, "seed", seed, "inside", inside);
+  const ComplementOptions options = check_complement_sample(seed, inside, draws, queries, text);
   static const auto uniform =
       find_op<Tensor(const Tensor&, Size, Size, std::optional<Size>, Size, bool)>(
           "xsoftmax::uniform_sample");
@@ -157,14 +203,9 @@ Tensor complement_sample(const Tensor& seed, const Tensor& inside, const Optiona
       uniform.call(seed, 0, resolution, queries.sym_size(0), options.num_samples, false);
   const Tensor ids = uniform_outside(inside, numbers.to(at::kDouble).div_(double(resolution)),
                                      options.num_classes);
-  if (!is_defined(draws)) {
+  if (!is_defined(draws) || options.tries == 0) {
     return ids;
   }
-  check_inside(op, inside, "draws", *draws);
-  check::int64(op, "draws", *draws);
-  check::size(op, "draws", *draws, 0, queries.sym_size(0), "the queries");
-  check::size(op, "draws", *draws, 1, options.num_samples * options.tries,
-              "num_samples times tries");
   const std::vector<Size> sizes{queries.sym_size(0), options.num_samples, options.tries};
   const Tensor outside = is_inside(inside, *draws).logical_not().view_symint(sizes);
   const Tensor drawn =
@@ -172,45 +213,12 @@ Tensor complement_sample(const Tensor& seed, const Tensor& inside, const Optiona
   return at::where(outside.any(2), drawn, ids);
 }
 
-std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside,
-                                                const OptionalTensor& inside_count,
-                                                const Tensor& ids, const OptionalTensor& log_count,
-                                                const OptionalTensor& target,
-                                                const OptionalTensor& target_count,
-                                                std::string_view text) {
-  constexpr const char* op = "complement_log_count";
-  const auto options = parse_options<ComplementOptions>(op, text);
-  const bool sampled = options.tries > 0;
-  check_inside(op, inside, "ids", ids);
-  TORCH_CHECK_VALUE(
-      is_defined(inside_count) == sampled && is_defined(log_count) == sampled &&
-          is_defined(target_count) == (sampled && is_defined(target)),
-      op, ": expected the counts of a sampler with tries alone, got tries = ", options.tries);
-  check::int64(op, "ids", ids);
-  const auto check_counts = [&](const char* name, const OptionalTensor& count,
-                                const char* reference_name, const Tensor& classes) {
-    if (is_defined(count)) {
-      check::floating(op, name, *count);
-      TORCH_CHECK_VALUE(count->dim() <= classes.dim(), op, ": expected ", name, " with at most ",
-                        classes.dim(), " dimensions, got shape ", count->sym_sizes());
-      check::broadcasts(op, name, *count, reference_name, classes);
-      check::same_device(op, name, *count, "inside", inside);
-    }
-  };
-  check_counts("inside_count", inside_count, "inside", inside);
-  check_counts("log_count", log_count, "ids", ids);
-  if (is_defined(target)) {
-    check::int64(op, "target", *target);
-    TORCH_CHECK_VALUE(
-        (target->dim() == 1 || target->dim() == 2) && target->sym_size(0) == ids.sym_size(0), op,
-        ": expected target of shape [", ids.sym_size(0), "] or [", ids.sym_size(0), ", T], got ",
-        target->sym_sizes());
-    check::same_device(op, "target", *target, "inside", inside);
-    check_counts("target_count", target_count, "target", *target);
-    TORCH_CHECK_VALUE(!is_defined(target_count) || target_count->sym_sizes() == target->sym_sizes(),
-                      op, ": expected target_count for each target, ", target->sym_sizes(),
-                      ", got ", target_count->sym_sizes());
-  }
+std::tuple<Tensor, Tensor> complement_log_count_any(
+    const Tensor& inside, const OptionalTensor& inside_count, const Tensor& ids,
+    const OptionalTensor& log_count, const OptionalTensor& target,
+    const OptionalTensor& target_count, std::string_view text) {
+  const ComplementOptions options =
+      check_complement_log_count(inside, inside_count, ids, log_count, target, target_count, text);
   const Tensor left = outside_counts(inside, options.num_classes), nothing_outside = left.eq(0);
   const OutsideDistribution distribution =
       make_outside_distribution(inside, inside_count, left, options);
@@ -224,7 +232,8 @@ std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside,
         is_zero = is_inside(inside, classes).logical_or(classes.lt(0)).logical_or(nothing_outside);
     target_log_count =
         distribution
-            .log_count(sampled ? OptionalTensor(rows(*target_count)) : std::nullopt, classes)
+            .log_count(options.tries > 0 ? OptionalTensor(rows(*target_count)) : std::nullopt,
+                       classes)
             .masked_fill(is_zero, -kInfinite);
     target_log_count = target_log_count.to(at::kFloat).reshape_symint(target->sym_sizes());
   }
@@ -233,36 +242,218 @@ std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside,
       target_log_count};
 }
 
-namespace {
+// The kernels for the CPU do in one pass what takes the composites some twenty calls, which cost
+// CaneLoss as much as its scores.
 
-// Checks draws first, because a sampler written in Python may return any numbers.
-Tensor complement_of_given(const Tensor& seed, const Tensor& inside, const OptionalTensor& draws,
-                           const Tensor& queries, std::string_view text) {
-  constexpr const char* op = "complement_sample";
-  if (is_defined(draws) && check::can_read(*draws)) {
-    check::int64(op, "draws", *draws);
-    check::class_ids(op, "draws", *draws, parse_options<ComplementOptions>(op, text).num_classes);
+// A row that sort_sets returned: `size` numbers in ascending order, the first `count` of which are
+// classes.
+struct SortedSet {
+  const int64_t* ids;
+  int64_t size, count;
+
+  // Searches without branches, which draws at random would make the processor mispredict.
+  bool has(int64_t id) const {
+    const int64_t* at = ids;
+    for (int64_t left = size; left > 1;) {
+      const int64_t half = left / 2;
+      at += at[half] <= id ? half : 0;
+      left -= half;
+    }
+    return size > 0 && *at == id;
   }
-  return complement_sample(seed, inside, draws, queries, text);
+
+  // Returns the class with `rank` classes outside the set before it.
+  int64_t outside(int64_t rank, int64_t num_classes) const {
+    int64_t first = 0, last = size;
+    while (first < last) {
+      const int64_t middle = (first + last) / 2, before = ids[middle] - middle;
+      if (before <= rank) {
+        first = middle + 1;
+      } else {
+        last = middle;
+      }
+    }
+    return std::clamp<int64_t>(rank + first, 0, num_classes - 1);
+  }
+};
+
+class SortedSets {
+ public:
+  SortedSets(const Tensor& inside, int64_t num_classes)
+      : inside_(inside.contiguous()), ids_(inside_.const_data_ptr<int64_t>()),
+        size_(inside.size(1)), step_(inside.size(0) == 1 ? 0 : size_), num_classes_(num_classes) {}
+
+  SortedSet operator[](int64_t query) const {
+    const int64_t* const ids = ids_ + query * step_;
+    return {ids, size_, std::lower_bound(ids, ids + size_, num_classes_) - ids};
+  }
+
+ private:
+  Tensor inside_;
+  const int64_t* ids_;
+  int64_t size_, step_, num_classes_;
+};
+
+Tensor complement_sample_cpu(const Tensor& seed, const Tensor& inside, const OptionalTensor& draws,
+                             const Tensor& queries, std::string_view text) {
+  constexpr const char* op = "complement_sample";
+  const ComplementOptions options = check_complement_sample(seed, inside, draws, queries, text);
+  if (is_defined(draws)) { // a sampler written in Python may return any numbers
+    check::class_ids(op, "draws", *draws, options.num_classes);
+  }
+  if (use_reference()) {
+    return complement_sample_any(seed, inside, draws, queries, text);
+  }
+  const int64_t num_samples = options.num_samples, tries = is_defined(draws) ? options.tries : 0;
+  const Tensor out = empty_samples(seed, queries.size(0), num_samples),
+               drawn = is_defined(draws) ? draws->contiguous() : out;
+  const SortedSets sets(inside, options.num_classes);
+  const DrawSeed from(seed);
+  const int64_t* const draw = drawn.const_data_ptr<int64_t>();
+  int64_t* const ids = out.mutable_data_ptr<int64_t>();
+  at::parallel_for(0, queries.size(0), query_grain(num_samples), [&](int64_t begin, int64_t end) {
+    for (int64_t q = begin; q < end; ++q) {
+      const SortedSet set = sets[q];
+      const double left = double(options.num_classes - set.count);
+      for (int64_t i = q * num_samples; i < (q + 1) * num_samples; ++i) {
+        const int64_t *const last = draw + (i + 1) * tries,
+                             *const found = std::find_if(last - tries, last,
+                                                         [&](int64_t id) { return !set.has(id); });
+        if (found != last) {
+          ids[i] = *found;
+        } else {
+          const PhiloxBlock block = philox(from.key(), from.query(q), i - q * num_samples);
+          ids[i] = set.outside(int64_t(unit_double(block.low()) * left), options.num_classes);
+        }
+      }
+    }
+  });
+  return out;
+}
+
+Tensor as_doubles(const OptionalTensor& counts, at::IntArrayRef sizes) {
+  return is_defined(counts) ? counts->to(at::kDouble).expand(sizes).contiguous() : Tensor();
+}
+
+const double* data_of(const Tensor& counts) {
+  return counts.defined() ? counts.const_data_ptr<double>() : nullptr;
+}
+
+// OutsideDistribution for one query.
+struct OutsideCounts {
+  double scale, fallback;
+
+  // log_count is that of the sampler; nullptr without one.
+  float log_count(const double* log_count) const {
+    return float(std::log(log_count ? std::exp(*log_count) * scale + fallback : fallback));
+  }
+};
+
+OutsideCounts outside_counts(const SortedSet& set, const double* log_count,
+                             const ComplementOptions& options) {
+  const double left = double(options.num_classes - set.count),
+               uniform = double(options.num_samples) / std::max(left, 1.0);
+  if (!log_count) {
+    return {0, uniform};
+  }
+  double count = 0;
+  for (int64_t i = 0; i < set.count; ++i) {
+    count += std::exp(log_count[i]);
+  }
+  const double draws = double(options.num_samples) * double(options.tries),
+               mass = std::min(count / draws, 1.0);
+  const auto [sum, power] = geometric_sum(mass, 1.0, options.tries);
+  return {sum / double(options.tries), power * uniform};
+}
+
+std::tuple<Tensor, Tensor> complement_log_count_cpu(
+    const Tensor& inside, const OptionalTensor& inside_count, const Tensor& ids,
+    const OptionalTensor& log_count, const OptionalTensor& target,
+    const OptionalTensor& target_count, std::string_view text) {
+  if (use_reference()) {
+    return complement_log_count_any(inside, inside_count, ids, log_count, target, target_count,
+                                    text);
+  }
+  const ComplementOptions options =
+      check_complement_log_count(inside, inside_count, ids, log_count, target, target_count, text);
+  const int64_t width = ids.size(1), size = inside.size(1), rows = ids.size(0);
+  const bool of_batch = inside.size(0) == 1 &&
+      (!is_defined(inside_count) || inside_count->dim() < 2 || inside_count->size(0) == 1);
+  const Tensor inside_counts = as_doubles(inside_count, {of_batch ? 1 : rows, size}),
+               counts = as_doubles(log_count, ids.sizes()),
+               targets = is_defined(target) ? target->contiguous() : Tensor(),
+               target_counts =
+                   is_defined(target) ? as_doubles(target_count, targets.sizes()) : Tensor();
+  const auto new_counts = [&](at::IntArrayRef sizes) {
+    return at::empty(sizes, ids.options().dtype(at::kFloat));
+  };
+  const Tensor out = new_counts(ids.sizes()),
+               target_out = new_counts(targets.defined() ? targets.sizes() : at::IntArrayRef({0}));
+  const SortedSets sets(inside, options.num_classes);
+  const int64_t num_targets = rows > 0 ? target_out.numel() / rows : 0;
+  const double *const of_inside = data_of(inside_counts), *const of_ids = data_of(counts),
+                      *const of_target = data_of(target_counts);
+  const int64_t* const target_id = targets.defined() ? targets.const_data_ptr<int64_t>() : nullptr;
+  float *const found = out.mutable_data_ptr<float>(),
+               *const target_found = target_out.mutable_data_ptr<float>();
+  const OutsideCounts shared =
+      of_batch ? outside_counts(sets[0], of_inside, options) : OutsideCounts{};
+  at::parallel_for(0, rows, query_grain(width + size), [&](int64_t begin, int64_t end) {
+    for (int64_t q = begin; q < end; ++q) {
+      const SortedSet set = sets[q];
+      const OutsideCounts outside = of_batch
+          ? shared
+          : outside_counts(set, of_inside ? of_inside + q * size : nullptr, options);
+      const bool nothing_outside = set.count >= options.num_classes;
+      for (int64_t i = q * width; i < (q + 1) * width; ++i) {
+        found[i] = nothing_outside ? kInfinite : outside.log_count(of_ids ? of_ids + i : nullptr);
+      }
+      for (int64_t i = q * num_targets; i < (q + 1) * num_targets; ++i) {
+        const bool is_zero = nothing_outside || target_id[i] < 0 || set.has(target_id[i]);
+        target_found[i] =
+            is_zero ? -kInfinite : outside.log_count(of_target ? of_target + i : nullptr);
+      }
+    }
+  });
+  return {out, target_out};
 }
 
 } // namespace
 
+Tensor complement_sample(const Tensor& seed, const Tensor& inside, const OptionalTensor& draws,
+                         const Tensor& queries, std::string_view options) {
+  static const auto op = find_op<decltype(complement_sample)>("xsoftmax::complement_sample");
+  return op.call(seed, inside, draws, queries, options);
+}
+
+std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside,
+                                                const OptionalTensor& inside_count,
+                                                const Tensor& ids, const OptionalTensor& log_count,
+                                                const OptionalTensor& target,
+                                                const OptionalTensor& target_count,
+                                                std::string_view options) {
+  static const auto op = find_op<decltype(complement_log_count)>("xsoftmax::complement_log_count");
+  return op.call(inside, inside_count, ids, log_count, target, target_count, options);
+}
+
 XSOFTMAX_OPERATORS(m) {
-  m.def("sort_sets(Tensor sets, int num_classes) -> Tensor");
   m.def(
       "complement_sample(Tensor seed, Tensor inside, Tensor? draws, Tensor queries, str options) "
-      "-> Tensor",
-      complement_of_given);
+      "-> Tensor");
   m.def(
       "complement_log_count(Tensor inside, Tensor? inside_count, Tensor ids, Tensor? log_count, "
       "Tensor? target, Tensor? target_count, "
-      "str options) -> (Tensor log_count, Tensor target_log_count)",
-      complement_log_count);
+      "str options) -> (Tensor log_count, Tensor target_log_count)");
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("sort_sets", sort_sets); }
-TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("sort_sets", sort_sets_cpu); }
-TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("sort_sets", sort_sets_meta); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("complement_sample", complement_sample_any);
+  m.impl("complement_log_count", complement_log_count_any);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+  m.impl("complement_sample", complement_sample_cpu);
+  m.impl("complement_log_count", complement_log_count_cpu);
+}
 
 } // namespace xsoftmax

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import xsoftmax as xs
 from sampler_checks import chi_square
 from xsoftmax.samplers import (ComplementSampler, InBatchSampler, StaticSampler, UniformSampler,
                                UnigramSampler, UnionSampler)
@@ -44,6 +45,51 @@ def test_draws_match_their_counts(name, tries):
         assert chi_square(seen[outside], count[outside]) > 1e-3
         torch.testing.assert_close(drawn.log_count[q], drawn.target_log_count[q][drawn.ids[q]],
                                    rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tries", [0, 1, 5])
+@pytest.mark.parametrize("rows", ["one set", "sets", "all classes"])
+def test_kernels_are_equal_to_their_reference(tries, rows):
+    """Sets of several sizes, some empty; draws that are all inside are replaced by uniform ones."""
+    random = torch.Generator().manual_seed(tries)
+    num_classes, queries, num_samples = 12, 40, 6
+
+    def integers(*shape, low=0):
+        return torch.randint(low, num_classes, shape, generator=random).clamp(min=-1)
+
+    sets = ops.candidate_set(integers(queries, 7, low=-4), num_classes)
+    if rows == "one set":
+        sets = sets[:1]
+    elif rows == "all classes":
+        sets[::3] = -1
+        sets = torch.cat([sets, torch.full((queries, 5), -1)], 1)
+        sets[1::3] = torch.arange(num_classes)
+    target, ids = integers(queries, 2, low=-1), integers(queries, num_samples)
+    draws = integers(queries, num_samples * tries) if tries else None
+    options = f"num_classes={num_classes},num_samples={num_samples},tries={tries}"
+    log_q = torch.rand(num_classes, dtype=torch.float64, generator=random).log_softmax(0)
+
+    def counts(classes):
+        return (log_q[classes.clamp(0, num_classes - 1)].float() +
+                math.log(num_samples * tries)) if tries else None
+
+    def results():
+        inside = ops.sort_sets(sets, num_classes)
+        return [
+            inside,
+            ops.complement_sample(torch.tensor(3), inside, draws, torch.zeros(queries, 1), options),
+            *ops.complement_log_count(inside, counts(inside), ids, counts(ids), target,
+                                      counts(target), options),
+            *ops.complement_log_count(inside, counts(inside), ids, counts(ids), None, None, options)
+        ]
+
+    found = results()
+    with xs.use_impl("reference"):
+        want = results()
+    for a, b in zip(found, want):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    if tries == 1 and rows == "one set":
+        assert (found[1] != draws).any() and (found[1] == draws).any()
 
 
 def test_approaches_the_renormalised_sampler():
