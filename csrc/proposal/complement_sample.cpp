@@ -20,8 +20,7 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
-#include <limits>
+#include <numeric>
 
 namespace xsoftmax {
 namespace {
@@ -242,8 +241,7 @@ std::tuple<Tensor, Tensor> complement_log_count_any(
       target_log_count};
 }
 
-// The kernels for the CPU do in one pass what takes the composites some twenty calls, which cost
-// CaneLoss as much as its scores.
+// The kernels for the CPU do in one pass what takes the composites some twenty calls.
 
 // A row that sort_sets returned: `size` numbers in ascending order, the first `count` of which are
 // classes.
@@ -331,8 +329,10 @@ Tensor complement_sample_cpu(const Tensor& seed, const Tensor& inside, const Opt
   return out;
 }
 
-Tensor as_doubles(const OptionalTensor& counts, at::IntArrayRef sizes) {
-  return is_defined(counts) ? counts->to(at::kDouble).expand(sizes).contiguous() : Tensor();
+// Returns the counts as float64 of the given sizes; undefined for none.
+Tensor counts_of(const OptionalTensor& log_count, at::IntArrayRef sizes) {
+  return is_defined(log_count) ? log_count->to(at::kDouble).exp().expand(sizes).contiguous()
+                               : Tensor();
 }
 
 const double* data_of(const Tensor& counts) {
@@ -340,28 +340,26 @@ const double* data_of(const Tensor& counts) {
 }
 
 // OutsideDistribution for one query.
-struct OutsideCounts {
+struct RowDistribution {
   double scale, fallback;
 
-  // log_count is that of the sampler; nullptr without one.
-  float log_count(const double* log_count) const {
-    return float(std::log(log_count ? std::exp(*log_count) * scale + fallback : fallback));
+  // of_sampler: the expected count in its draws; nullptr without one.
+  double count(const double* of_sampler) const {
+    return of_sampler ? *of_sampler * scale + fallback : fallback;
   }
 };
 
-OutsideCounts outside_counts(const SortedSet& set, const double* log_count,
-                             const ComplementOptions& options) {
+// inside_count: for each class of the set; nullptr without a sampler.
+RowDistribution row_distribution(const SortedSet& set, const double* inside_count,
+                                 const ComplementOptions& options) {
   const double left = double(options.num_classes - set.count),
                uniform = double(options.num_samples) / std::max(left, 1.0);
-  if (!log_count) {
+  if (!inside_count) {
     return {0, uniform};
   }
-  double count = 0;
-  for (int64_t i = 0; i < set.count; ++i) {
-    count += std::exp(log_count[i]);
-  }
   const double draws = double(options.num_samples) * double(options.tries),
-               mass = std::min(count / draws, 1.0);
+               mass = std::min(std::accumulate(inside_count, inside_count + set.count, 0.0) / draws,
+                               1.0);
   const auto [sum, power] = geometric_sum(mass, 1.0, options.tries);
   return {sum / double(options.tries), power * uniform};
 }
@@ -379,43 +377,42 @@ std::tuple<Tensor, Tensor> complement_log_count_cpu(
   const int64_t width = ids.size(1), size = inside.size(1), rows = ids.size(0);
   const bool of_batch = inside.size(0) == 1 &&
       (!is_defined(inside_count) || inside_count->dim() < 2 || inside_count->size(0) == 1);
-  const Tensor inside_counts = as_doubles(inside_count, {of_batch ? 1 : rows, size}),
-               counts = as_doubles(log_count, ids.sizes()),
+  const Tensor inside_counts = counts_of(inside_count, {of_batch ? 1 : rows, size}),
+               counts = counts_of(log_count, ids.sizes()),
                targets = is_defined(target) ? target->contiguous() : Tensor(),
                target_counts =
-                   is_defined(target) ? as_doubles(target_count, targets.sizes()) : Tensor();
-  const auto new_counts = [&](at::IntArrayRef sizes) {
-    return at::empty(sizes, ids.options().dtype(at::kFloat));
+                   is_defined(target) ? counts_of(target_count, targets.sizes()) : Tensor();
+  const auto empty = [&](at::IntArrayRef sizes) {
+    return at::empty(sizes, ids.options().dtype(at::kDouble));
   };
-  const Tensor out = new_counts(ids.sizes()),
-               target_out = new_counts(targets.defined() ? targets.sizes() : at::IntArrayRef({0}));
+  Tensor out = empty(ids.sizes()),
+         target_out = empty(targets.defined() ? targets.sizes() : at::IntArrayRef({0}));
   const SortedSets sets(inside, options.num_classes);
   const int64_t num_targets = rows > 0 ? target_out.numel() / rows : 0;
   const double *const of_inside = data_of(inside_counts), *const of_ids = data_of(counts),
                       *const of_target = data_of(target_counts);
   const int64_t* const target_id = targets.defined() ? targets.const_data_ptr<int64_t>() : nullptr;
-  float *const found = out.mutable_data_ptr<float>(),
-               *const target_found = target_out.mutable_data_ptr<float>();
-  const OutsideCounts shared =
-      of_batch ? outside_counts(sets[0], of_inside, options) : OutsideCounts{};
+  double *const found = out.mutable_data_ptr<double>(),
+                *const target_found = target_out.mutable_data_ptr<double>();
+  const RowDistribution shared =
+      of_batch ? row_distribution(sets[0], of_inside, options) : RowDistribution{};
   at::parallel_for(0, rows, query_grain(width + size), [&](int64_t begin, int64_t end) {
     for (int64_t q = begin; q < end; ++q) {
       const SortedSet set = sets[q];
-      const OutsideCounts outside = of_batch
+      const RowDistribution outside = of_batch
           ? shared
-          : outside_counts(set, of_inside ? of_inside + q * size : nullptr, options);
+          : row_distribution(set, of_inside ? of_inside + q * size : nullptr, options);
       const bool nothing_outside = set.count >= options.num_classes;
       for (int64_t i = q * width; i < (q + 1) * width; ++i) {
-        found[i] = nothing_outside ? kInfinite : outside.log_count(of_ids ? of_ids + i : nullptr);
+        found[i] = nothing_outside ? kInfinite : outside.count(of_ids ? of_ids + i : nullptr);
       }
       for (int64_t i = q * num_targets; i < (q + 1) * num_targets; ++i) {
         const bool is_zero = nothing_outside || target_id[i] < 0 || set.has(target_id[i]);
-        target_found[i] =
-            is_zero ? -kInfinite : outside.log_count(of_target ? of_target + i : nullptr);
+        target_found[i] = is_zero ? 0.0 : outside.count(of_target ? of_target + i : nullptr);
       }
     }
   });
-  return {out, target_out};
+  return {out.log_().to(at::kFloat), target_out.log_().to(at::kFloat)};
 }
 
 } // namespace

@@ -8,7 +8,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
 namespace xsoftmax {
@@ -51,14 +50,14 @@ Tensor table_log_prob_cpu(const Tensor& probability, const Tensor& ids) {
                out = at::empty(ids.sizes(), probability.options());
   const double* value = table.const_data_ptr<double>();
   const int64_t* id = flat.const_data_ptr<int64_t>();
-  double* log = out.mutable_data_ptr<double>();
+  double* found = out.mutable_data_ptr<double>();
   at::parallel_for(0, flat.numel(), 2048, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       __builtin_prefetch(value + id[std::min(i + kAhead, last - 1)]);
-      log[i] = std::log(id[i] < 0 ? 0.0 : value[id[i]]);
+      found[i] = id[i] < 0 ? 0.0 : value[id[i]];
     }
   });
-  return out;
+  return out.log_();
 }
 
 } // namespace
