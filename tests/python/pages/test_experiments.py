@@ -73,7 +73,7 @@ CASES = {
 }
 
 # List the records that are older than the plots of their studies.
-WITHOUT_PLOT = {"midx_items.beauty", "midx_words.novels"}
+WITHOUT_PLOT = {"midx_items.beauty"}
 
 
 @pytest.mark.slow
