@@ -246,6 +246,15 @@ def outside(candidates):
         torch.zeros(1, 3).long(), None,
         torch.zeros(2, 2).long(), torch.zeros(2, 2), None, None, "num_classes=9"), ValueError,
      "complement_log_count: expected the counts of a sampler with tries alone"),
+    (lambda: ops.complement_log_count(
+        torch.zeros(1, 3).long(), torch.zeros(3),
+        torch.zeros(2, 1).long(), torch.zeros(2, 5), None, None,
+        "num_classes=9,num_samples=1,tries=1"), ValueError, "complement_log_count: expected "
+     r"log_count of a shape that broadcasts to \[2, 1\], got \[2, 5\]"),
+    (lambda: ops.complement_sample(torch.tensor(1),
+                                   torch.zeros(1, 3).long(), None, torch.zeros(4, 2),
+                                   "num_classes=0"), ValueError,
+     "complement_sample: expected num_classes of at least 1"),
     (lambda: ComplementSampler("uniform", 2), TypeError, "ComplementSampler: expected sampler to "
      "be a Sampler or None, got str"),
     (lambda: ComplementSampler(None, 2), TypeError, "ComplementSampler: expected num_classes of "
