@@ -5,6 +5,7 @@
 #include "op/shape_checks.h"
 #include "op/checks.h"
 #include "op/find_op.h"
+#include "proposal/sampling.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -199,16 +200,14 @@ Tensor candidate_set_cpu(const Tensor& ids, int64_t num_classes) {
   const Tensor out = ids.clone(at::MemoryFormat::Contiguous);
   const int64_t size = ids.size(-1), rows = size == 0 ? 0 : ids.numel() / size;
   int64_t* const id = out.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, rows, std::max<int64_t>(1, 2048 / std::max<int64_t>(1, size)),
-                   [&](int64_t begin, int64_t end) {
-                     for (int64_t q = begin; q < end; ++q) {
-                       int64_t* const row = id + q * size;
-                       std::sort(row, row + size);
-                       for (int64_t i = size - 1; i > 0; --i) {
-                         row[i] = row[i] == row[i - 1] ? -1 : row[i];
-                       }
-                     }
-                   });
+  at::parallel_for(0, rows, query_grain(size), [&](int64_t begin, int64_t end) {
+    for (int64_t* row = id + begin * size; row != id + end * size; row += size) {
+      std::sort(row, row + size);
+      for (int64_t i = size - 1; i > 0; --i) {
+        row[i] = row[i] == row[i - 1] ? -1 : row[i];
+      }
+    }
+  });
   return out;
 }
 
