@@ -340,7 +340,7 @@ demo: $(INSTALLED)
 	build/cpp_app/complete out/language_model/model.pt "def open(self, path" --words 30
 
 bench: $(INSTALLED)
-	for script in training_step host_cost output_layer midx trees; do \
+	for script in training_step host_cost output_layer midx topk trees; do \
 	  echo "== $$script"; python "benchmarks/$$script.py"; \
 	done
 

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <vector>
 
 namespace xsoftmax {
@@ -25,23 +26,41 @@ struct Scored {
   A logit;
   int64_t id;
 
-  // Orders by descending logit, then ascending class. A heap in this order has the worst in front.
+  // Orders by descending logit, then ascending class.
   friend bool operator<(const Scored& a, const Scored& b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
   }
 };
 
-// The running softmax and the best classes of one group of blocks, per query.
+// The running softmax of one group of blocks.
 template <typename A>
-struct GroupBest {
-  std::vector<A> max, sum;
-  std::vector<Scored<A>> heaps; // [Q, k]: a heap of the best count[q] classes of each query
-  std::vector<int64_t> count;
+struct GroupSoftmax {
+  std::vector<A> max, sum; // [Q]
 
-  GroupBest(int64_t queries, int64_t k)
-      : max(queries, -std::numeric_limits<A>::infinity()), sum(queries, A(0)), heaps(queries * k),
-        count(queries, 0) {}
+  explicit GroupSoftmax(int64_t queries)
+      : max(queries, -std::numeric_limits<A>::infinity()), sum(queries, A(0)) {}
 };
+
+// The classes that may be among the best k of those that one task has visited. The candidates of
+// query q are the first count[q] of its row. Other visited classes have at most the logit
+// threshold[q].
+template <typename A>
+struct Candidates {
+  std::unique_ptr<Scored<A>[]> scored; // [Q, capacity]
+  std::vector<int64_t> count;
+  std::vector<A> threshold;
+
+  Candidates(int64_t queries, int64_t capacity)
+      : scored(std::make_unique_for_overwrite<Scored<A>[]>(queries * capacity)), count(queries, 0),
+        threshold(queries, -std::numeric_limits<A>::infinity()) {}
+};
+
+// Returns how many classes are compared one by one after one above the threshold was found.
+int64_t run_size(int64_t k) { return std::clamp<int64_t>(k, 8, 64); }
+
+// Returns the number of candidates that a query has room for. They are reduced to the best k when
+// no run fits any more, which takes constant time per candidate, where a heap would take log k.
+int64_t candidate_capacity(int64_t k) { return 2 * k + run_size(k); }
 
 // Finds the best classes and the softmax. A: dtype of the logits.
 template <typename A>
@@ -51,18 +70,22 @@ class TopKPass {
            int64_t k)
       : operands_(operands), plan_(plan), transform_(options, operands),
         bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr),
-        queries_(operands.input.size(0)), k_(k), groups_(plan.groups, GroupBest<A>(queries_, k)) {}
+        queries_(operands.input.size(0)), k_(k), run_(run_size(k)),
+        capacity_(candidate_capacity(k)), softmax_(plan.groups, GroupSoftmax<A>(queries_)),
+        candidates_(plan.groups) {}
 
   void run(A* values, int64_t* indices) {
     for_each_group(plan_, [&](int64_t first, int64_t last) {
       BlockScratch scratch(operands_, plan_);
-      for (int64_t g = first; g < last; ++g) {
-        for (int64_t i = g; i < plan_.count(); i += plan_.groups) {
-          const ClassBlock block = plan_.block(i);
+      candidates_[first] = std::make_unique<Candidates<A>>(queries_, capacity_);
+      // Visits the classes of all groups of the task in ascending order, see visit_row.
+      for (int64_t i = first; i < plan_.count(); i += plan_.groups) {
+        for (int64_t g = first; g < last && i + g - first < plan_.count(); ++g) {
+          const ClassBlock block = plan_.block(i + g - first);
           Tensor logits = scratch.logits_buffer(block);
           multiply(logits, operands_.input, scratch.rows(block).t(),
                    {.bfloat16 = operands_.rounds});
-          visit_block(groups_[g], data<A>(logits), block);
+          visit_block(softmax_[g], *candidates_[first], data<A>(logits), block);
         }
       }
     });
@@ -75,58 +98,79 @@ class TopKPass {
   }
 
  private:
-  void visit_block(GroupBest<A>& group, A* logits, const ClassBlock& block) const {
+  void visit_block(GroupSoftmax<A>& softmax, Candidates<A>& candidates, A* logits,
+                   const ClassBlock& block) const {
     const A* bias = bias_ == nullptr ? nullptr : bias_ + block.begin;
     at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
       for (int64_t q = first; q < last; ++q) {
         A* row = logits + q * block.size;
         // Ranks by scores, because a softcap may round different scores to equal logits.
         if (transform_.active()) {
-          visit_row(&group.heaps[q * k_], group.count[q], row, bias, block,
-                    std::numeric_limits<A>::infinity());
+          visit_row(candidates, q, row, bias, block, std::numeric_limits<A>::infinity());
           softmax_rows().of(row).transform(row, bias, transform_.rows(), block.size);
-          softmax_rows().of(row).fold(&group.max[q], &group.sum[q], row, nullptr, block.size);
+          softmax_rows().of(row).fold(&softmax.max[q], &softmax.sum[q], row, nullptr, block.size);
           continue;
         }
         const A top =
-            softmax_rows().of(row).fold(&group.max[q], &group.sum[q], row, bias, block.size);
-        visit_row(&group.heaps[q * k_], group.count[q], row, bias, block, top);
+            softmax_rows().of(row).fold(&softmax.max[q], &softmax.sum[q], row, bias, block.size);
+        visit_row(candidates, q, row, bias, block, top);
       }
     });
   }
 
-  void visit_row(Scored<A>* heap, int64_t& count, const A* row, const A* bias,
+  // top: no logit of the row is above it.
+  void visit_row(Candidates<A>& candidates, int64_t q, const A* row, const A* bias,
                  const ClassBlock& block, A top) const {
-    const auto scored = [&](int64_t j) {
-      return Scored<A>{bias == nullptr ? row[j] : row[j] + bias[j], block.begin + j};
+    Scored<A>* const found = &candidates.scored[q * capacity_];
+    int64_t& count = candidates.count[q];
+    A& threshold = candidates.threshold[q];
+    const auto keep_best = [&] {
+      std::nth_element(found, found + k_ - 1, found + count);
+      count = k_;
+      threshold = found[k_ - 1].logit;
     };
     int64_t j = 0;
-    for (; j < block.size && count < k_; ++j) {
-      heap[count++] = scored(j);
-      std::push_heap(heap, heap + count);
+    if (count < k_) {
+      for (; j < block.size && count < k_; ++j) {
+        const A logit = logit_at(row, bias, j);
+        // nth_element requires an order, in which NaN has no place; the result of a query with NaN
+        // does not depend on its candidates.
+        found[count++] = {std::isnan(logit) ? -std::numeric_limits<A>::infinity() : logit,
+                          block.begin + j};
+      }
+      if (count < k_) {
+        return;
+      }
+      keep_best();
     }
-    // Classes are visited in ascending order, so a class that ties with the worst in the heap has a
-    // higher id and is not added.
-    if (!(top > heap[0].logit)) {
+    // Classes are visited in ascending order, so a class that ties with the threshold has a higher
+    // id than the k classes that reach it.
+    if (!(top > threshold)) {
       return;
     }
-    while ((j = softmax_rows().of(row).find_above(row, bias, j, block.size, heap[0].logit)) <
+    while ((j = softmax_rows().of(row).find_above(row, bias, j, block.size, threshold)) <
            block.size) {
-      std::pop_heap(heap, heap + k_);
-      heap[k_ - 1] = scored(j++);
-      std::push_heap(heap, heap + k_);
+      for (const int64_t end = std::min(j + run_, block.size); j < end; ++j) {
+        const A logit = logit_at(row, bias, j);
+        found[count] = {logit, block.begin + j};
+        count += logit > threshold ? 1 : 0; // without a branch, because hits come in no order
+      }
+      if (count > capacity_ - run_) {
+        keep_best();
+      }
     }
+  }
+
+  static A logit_at(const A* row, const A* bias, int64_t j) {
+    return bias == nullptr ? row[j] : row[j] + bias[j];
   }
 
   void write_query(int64_t q, std::vector<Scored<A>>& best, A* values, int64_t* indices) const {
     A max = -std::numeric_limits<A>::infinity(), sum = 0;
-    best.clear();
-    for (const GroupBest<A>& group : groups_) {
+    for (const GroupSoftmax<A>& group : softmax_) {
       max = group.max[q] > max ? group.max[q] : max;
-      best.insert(best.end(), group.heaps.begin() + q * k_,
-                  group.heaps.begin() + q * k_ + group.count[q]);
     }
-    for (const GroupBest<A>& group : groups_) {
+    for (const GroupSoftmax<A>& group : softmax_) {
       sum += group.sum[q] * std::exp(group.max[q] - max);
     }
     const A log_sum = std::log(sum);
@@ -137,7 +181,15 @@ class TopKPass {
       }
       return;
     }
-    std::partial_sort(best.begin(), best.begin() + k_, best.end());
+    best.clear();
+    for (const auto& candidates : candidates_) {
+      if (candidates != nullptr) {
+        const Scored<A>* const found = &candidates->scored[q * capacity_];
+        best.insert(best.end(), found, found + candidates->count[q]);
+      }
+    }
+    std::nth_element(best.begin(), best.begin() + k_ - 1, best.end());
+    std::sort(best.begin(), best.begin() + k_);
     for (int64_t i = 0; i < k_; ++i) {
       values[i] = (logit_of(best[i].logit) - max) - log_sum;
       indices[i] = best[i].id;
@@ -155,8 +207,9 @@ class TopKPass {
   const BlockPlan plan_;
   const BlockTransform<A> transform_;
   const A* const bias_;
-  const int64_t queries_, k_;
-  std::vector<GroupBest<A>> groups_;
+  const int64_t queries_, k_, run_, capacity_;
+  std::vector<GroupSoftmax<A>> softmax_;
+  std::vector<std::unique_ptr<Candidates<A>>> candidates_; // at the first group of each task
 };
 
 TopK linear_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -173,6 +226,7 @@ TopK linear_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTe
     return {values, indices};
   }
   const LinearOperands operands(input, weight, bias);
+  // Each task has candidates, up to as many tasks as groups.
   const BlockPlan plan = plan_blocks(queries, weight.size(0), input.size(1), /*saved=*/0,
                                      queries * (count * 16 + 24), operands.dtype);
   dispatch_sums(operands.dtype, [&](auto zero) {

@@ -26,6 +26,7 @@ TITLES = {
     "midx": "MIDX samples",
     "gradient_form": "Row-sparse and dense gradients",
     "retrieval": "Search for the best classes",
+    "topk": "The best classes of a plain table",
     "trees": "Trees of classes",
     "two_tower": "Two towers and in-batch negatives",
     "extreme_labels": "Extreme multi-label",
