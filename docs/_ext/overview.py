@@ -74,6 +74,8 @@ BENCHMARKS = [
              against="uniform samples in plain PyTorch"),
     Headline("gradient_form", "LSTM step, 100,000 words", "100,000 words, sparse_grad=None",
              against="`nn.Linear` + `nn.CrossEntropyLoss`"),
+    Headline("topk", "Best 100 of 100,000 classes, 256 queries", "k = 100 / compiled",
+             against="`F.linear`, `log_softmax` and `torch.topk`, compiled"),
     Headline("retrieval", "Certified search, one query, 1,000,000 items",
              "certified top-10 / scoring all, single", against="scoring all classes"),
     Headline("trees", "Top 5 by beam search, 1,000,000 classes",
