@@ -246,7 +246,7 @@ VOWPAL: dict[str, Callable[[int], list[str]]] = {
 }
 VOWPAL_PROGRAM = """
 import json, sys, time, numpy
-from vowpalwabbit import Workspace
+from vowpalwabbit import Workspace, __version__
 path, options, lr, epochs = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
 found = numpy.load(path)
 vw = Workspace(f"{options} --quiet -l {lr} --power_t 0.25 --loss_function logistic -b 22",
@@ -270,7 +270,7 @@ valid = accuracy("valid")
 start = time.perf_counter()
 test = accuracy("test")
 print(json.dumps({"valid": valid, "test": test, "train_seconds": seconds,
-                  "test_seconds": time.perf_counter() - start}))
+                  "test_seconds": time.perf_counter() - start, "version": __version__}))
 """
 
 
@@ -398,11 +398,13 @@ def main() -> None:
         } for row in rows
     ]
     curves = {row["method"]: list(enumerate(row["curve"], 1)) for row in rows if "curve" in row}
+    versions = ", ".join(sorted({row["version"] for row in rows if "version" in row}))
     title = f"{problem.name}: {problem.classes:,} classes, D {problem.x['train'].shape[1]}, {sizes}"
     report(
         args, __doc__, question="How good are classifiers whose cost does not grow with the "
         "number of classes?",
-        against="the softmax over all classes; NCE and BlackOut; trees of Vowpal Wabbit", tables=[
+        against="the softmax over all classes; NCE and BlackOut; trees of Vowpal Wabbit" +
+        (f" {versions}" if versions else ""), tables=[
             table(texts, title, [
                 "method", "learning rate", "accuracy %", "top-5 %", "coverage %", "training", "test"
             ])

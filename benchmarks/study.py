@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Callable
 
@@ -93,7 +94,12 @@ class Study:
         common = ["--data", args.data, "--schedule", "cosine", *common, *args.options]
         self.runs = Runs(args.runs or args.out / "runs.jsonl", shown_words(common), args.threads)
         self.common = ["--threads", str(args.threads), *common]
+        self.program = importlib.import_module(f"examples.{example}.train")
         self.cost = lambda run: math.inf if "failed" in run else cost(run)
+
+    @cached_property
+    def dataset(self):
+        return self.program.load_data(self.program.parse_arguments(self.common))
 
     def train(self, name: str, method: list[str], lr: float, epochs: float, seed: int = 1) -> dict:
         """Returns the metrics of one run, after running or resuming it if necessary."""
@@ -182,13 +188,11 @@ class Study:
         """
         file = self.args.out / "step_times.json"
         if self.args.time:
-            train = importlib.import_module(f"examples.{self.example}.train")
             torch.set_num_threads(self.args.time_threads)
-            steps, dataset = {}, None
+            steps = {}
             for name, method in methods.items():
-                args = train.parse_arguments([*self.common, *method])
-                dataset = dataset or train.load_data(args)
-                steps[name] = train.Run(args.loss[0], dataset, args).step
+                args = self.program.parse_arguments([*self.common, *method])
+                steps[name] = self.program.Run(args.loss[0], self.dataset, args).step
             seconds = interleave(steps, repeats=31, warmup=6)
             file.write_text(json.dumps({"machine": machine(), "seconds": seconds}, indent=1))
         return json.loads(file.read_text())["seconds"] if file.is_file() else {}
@@ -228,7 +232,7 @@ class Study:
         report(
             self.args, self.args.about, question="How close do sampled losses come to the "
             "exact loss?", against="the exact loss", threads=self.args.threads, tables=[
-                table(rows,
+                table(rows, f"{Path(self.args.data).name}: {self.dataset.sizes}",
                       columns=[column for column in columns if any(column in row for row in rows)])
             ], rows=rows, runs=self.runs.about(), **found)
 

@@ -31,6 +31,11 @@ class Corpus:
     pretokenised: bool  # words are separated by spaces
 
     @property
+    def sizes(self) -> str:
+        return (f"{len(self.words):,} words, {len(self.train):,} tokens to train, "
+                f"{len(self.valid):,} to validate, {len(self.test):,} to test")
+
+    @property
     def fingerprint(self) -> int:
         """A checksum of the vocabulary and the streams, to which a checkpoint is bound."""
         crc = zlib.crc32("\n".join(self.words).encode())

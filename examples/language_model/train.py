@@ -228,11 +228,7 @@ def train(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     corpus = load_data(args)
-    print(
-        f"{corpus.name}: {len(corpus.words):,} words, {len(corpus.train):,} tokens to train, "
-        f"{len(corpus.valid):,} to validate, {len(corpus.test):,} to test",
-        flush=True,
-    )
+    print(f"{corpus.name}: {corpus.sizes}", flush=True)
     sizes = {split: len(getattr(corpus, split)) for split in ("train", "valid", "test")}
     about = {
         "name": corpus.name, "num_words": len(corpus.words), "tokens": sizes,

@@ -75,6 +75,20 @@ class Dataset:
     test: Queries
 
     @property
+    def actions(self) -> dict[str, int]:
+        return {
+            "train": len(self.train.items), "valid": len(self.valid.truth.items),
+            "test": len(self.test.truth.items)
+        }
+
+    @property
+    def sizes(self) -> str:
+        actions = self.actions
+        return (f"{len(self.train):,} users, {len(self.items):,} items, "
+                f"{actions['train']:,} actions to train, {actions['valid']:,} to validate, "
+                f"{actions['test']:,} to test")
+
+    @property
     def fingerprint(self) -> int:
         """A checksum of the sequences, to which a checkpoint is bound."""
         crc = zlib.crc32(repr(self.items).encode())

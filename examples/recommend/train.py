@@ -211,19 +211,10 @@ def train(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     dataset = load_data(args)
-    actions = {
-        "train": len(dataset.train.items), "valid": len(dataset.valid.truth.items),
-        "test": len(dataset.test.truth.items)
-    }
-    print(
-        f"{dataset.name}: {len(dataset.train):,} users, {len(dataset.items):,} items, "
-        f"{actions['train']:,} actions to train, "
-        f"{actions['valid']:,} to validate, {actions['test']:,} to test",
-        flush=True,
-    )
+    print(f"{dataset.name}: {dataset.sizes}", flush=True)
     about = {
         "name": dataset.name, "num_users": len(dataset.train), "num_items": len(dataset.items),
-        "actions": actions, "fingerprint": dataset.fingerprint
+        "actions": dataset.actions, "fingerprint": dataset.fingerprint
     }
 
     def write(runs: list[Run]):
