@@ -32,7 +32,7 @@
 #   make cuda-emulate  runs the CUDA kernels on the CPU: five orders, under sanitizers (half
 #                    an hour); make cuda-emulate-brief: one order (8 minutes)
 #   make gpu         builds for the GPU of this machine, tests and measures: build/gpu/cuda.json
-#   make cuda-page   fills the tables of docs/howto/cuda.md from cuda-emulate and cuda-check
+#   make cuda-page   fills the tables of docs/reference/kernels.md from cuda-emulate, cuda-check
 #   make docs        the site, into build/docs/html, and its checks: warnings, links, spelling, a
 #                    browser at two widths; XSOFTMAX_DOCS_EXECUTE=off: without notebooks' output
 #   make docs-links  checks the site's links to other sites
@@ -306,8 +306,8 @@ cuda-emulate: cuda-emulate-brief
 	JOBS=$(JOBS) tests/cuda_emulation/suite sanitized build/emulate-sanitize
 
 cuda-page:
-	tests/cuda_emulation/suite bytes build/emulate | .ci/fill_page.py docs/howto/cuda.md bytes
-	.ci/cuda_resources.py build/cuda | .ci/fill_page.py docs/howto/cuda.md registers
+	tests/cuda_emulation/suite bytes build/emulate | .ci/fill_page.py docs/reference/kernels.md bytes
+	.ci/cuda_resources.py build/cuda | .ci/fill_page.py docs/reference/kernels.md registers
 
 # --------------------------------------------------------------------------------------------- lint
 

@@ -103,15 +103,15 @@ def check_batches():
 
 
 def check_kernels():
-    """The CUDA page tells which operations have a kernel, with its registers and bytes."""
+    """The page of kernels tells which operations have a kernel, with its registers and bytes."""
     kernels = {
         name
         for path in (ROOT / "csrc").rglob("*.cu*")
         for name in re.findall(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(",
                                path.read_text())
     }
-    for name in kernels ^ set(re.findall(r"\w+_kernel\b", read("docs/howto/cuda.md"))):
-        yield f"docs/howto/cuda.md and csrc differ in {name}"
+    for name in kernels ^ set(re.findall(r"\w+_kernel\b", read("docs/reference/kernels.md"))):
+        yield f"docs/reference/kernels.md and csrc differ in {name}"
 
 
 def check_papers():

@@ -67,12 +67,17 @@ def add_json(parser: argparse.ArgumentParser) -> None:
         "as JSON, to FILE or to standard output, instead of tables")
 
 
+def plain_numbers(text: str) -> str:
+    """Writes numbers without an exponent: 2.05e+03 becomes 2,050."""
+    return re.sub(r"\d(?:\.\d+)?e\+\d+", lambda found: f"{float(found[0]):,.0f}", text)
+
+
 def table(rows: list[dict], title: str = "", columns: list[str] | None = None) -> dict:
     """Builds a table for `report` from rows of texts by column. None: all columns that occur."""
     columns = columns or list(dict.fromkeys(column for row in rows for column in row))
     return {
         "title": title, "columns": columns,
-        "rows": [[str(row.get(column, "")) for column in columns] for row in rows]
+        "rows": [[plain_numbers(str(row.get(column, ""))) for column in columns] for row in rows]
     }
 
 

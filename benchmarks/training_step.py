@@ -5,8 +5,9 @@ tables of increasing size.
                                        [--width 256] [--threads 2] [--json [FILE]]
 
 A step consists of forward pass, backward pass and optimizer: Adam over the whole table for the
-exact losses, RowAdam for the sampled one (512 classes shared by the batch). Memory is the peak of a
-step in addition to table and optimizer state: logits, their gradient, the gradient of the table.
+exact losses, RowAdam for the sampled one (512 log-uniform classes shared by the batch). No layer
+has a bias. Memory is the peak of a step in addition to table and optimizer state: logits, their
+gradient, the gradient of the table.
 """
 
 import argparse

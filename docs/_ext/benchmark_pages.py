@@ -13,7 +13,7 @@ import pages
 DOCS = Path(__file__).parent.parent
 sys.path.insert(0, str(DOCS.parent / "benchmarks"))
 
-from records import FIELDS  # noqa: E402
+from records import FIELDS, plain_numbers  # noqa: E402
 
 MACHINE = ("cpu", "cores", "threads", "torch")
 GPU = ("gpu", "cpu", "cores", "torch")  # of a machine whose GPU was measured
@@ -71,8 +71,21 @@ def table(one: dict) -> str:
     columns = list(zip(*one["rows"]))[1:] or [()] * (len(one["columns"]) - 1)
     lines = [one["columns"], ["---", *map(alignment, columns)], *one["rows"]]
     text = "\n".join("| " + " | ".join(line if number == 1 else map(pages.cell, line)) + " |"
-                     for number, line in enumerate(lines)).replace(" +- ", " ± ")
+                     for number, line in enumerate(lines))
+    text = plain_numbers(text).replace(" +- ", " ± ")
     return (f"**{one['title'].rstrip(':')}**\n\n" if one["title"] else "") + text + "\n"
+
+
+RATIO = "*A / B*: A's time, memory or size divided by that of B. Below 1, A takes less."
+NAIVE = "*Naive*: written in plain PyTorch."
+
+
+def legend(records: list[dict]) -> str:
+    """Explains labels of rows that more than one program uses."""
+    labels = " ".join(row[0] for record in records for one in record["tables"]
+                      for row in one["rows"])
+    return " ".join(
+        [*([RATIO] if " / " in labels else []), *([NAIVE] if "naive" in labels else [])])
 
 
 def machine_name(record: dict) -> str:
@@ -91,7 +104,8 @@ def section(record: dict, titles: list[str]) -> str:
     if record["loaded"]:
         busy = f"{record.get('other_programs_cores', 0):.1f} of {machine['cores']} cores"
         parts.append(f":::{{warning}}\nOther programs kept {busy} busy during the measurement. "
-                     "This makes times longer, and changes no other figure.\n:::")
+                     "Times may be longer than on an idle machine. Variants that are compared take "
+                     "turns, so their ratios are affected less.\n:::")
     parts += map(table, record["tables"])
     further = "".join(f"; {key.replace('_', ' ')} {value}"
                       for key, value in machine.items() if key not in (*MACHINE, *GPU))
@@ -183,7 +197,8 @@ def generate(app=None, folder: Path = DOCS / "benchmarks") -> list[Path]:
                    ] if name in TITLES else [f"# {question}\n"]
         texts = [
             GENERATED.format(", ".join(path.name for path in paths)), *heading,
-            f"{records[0]['about']}\n", *(section(record, titles) for record in records)
+            f"{records[0]['about']}\n", f"{legend(records)}\n",
+            *(section(record, titles) for record in records)
         ]
         pages.write(folder / f"{name}.md", "\n".join(texts))
         written.append(folder / f"{name}.md")
