@@ -67,6 +67,23 @@ def alignment(cells: list[str]) -> str:
     return "---:" if all(re.match(r"[-+]?\d", cell) for cell in filter(None, cells)) else "---"
 
 
+def cell_of(record: dict, row: str, column: str, number: int | None = None) -> str:
+    """
+    Returns a cell of a record's tables.
+
+    Args:
+        row: the first cell of its row.
+        number: of the table, from 1. Default: the first that has the cell.
+    """
+    for one in record["tables"] if number is None else [record["tables"][number - 1]]:
+        if column in one["columns"]:
+            for cells in one["rows"]:
+                if cells[0] == row:
+                    return cells[one["columns"].index(column)]
+    raise ValueError(f"expected a row {row!r} with a column {column!r} in the record of "
+                     f"{record['command']!r}")
+
+
 def table(one: dict) -> str:
     columns = list(zip(*one["rows"]))[1:] or [()] * (len(one["columns"]) - 1)
     lines = [one["columns"], ["---", *map(alignment, columns)], *one["rows"]]

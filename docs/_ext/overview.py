@@ -136,14 +136,7 @@ def number(cell: str) -> float:
 
 
 def cell_of(headline: Headline, record: dict, row: str) -> str:
-    column, at = headline.column, headline.table
-    for table in record["tables"] if at is None else [record["tables"][at - 1]]:
-        if column in table["columns"]:
-            for cells in table["rows"]:
-                if cells[0] == row:
-                    return cells[table["columns"].index(column)]
-    raise ValueError(f"overview.py: expected a row {row!r} with a column {column!r} in the record "
-                     f"{headline.record}.json")
+    return benchmark_pages.cell_of(record, row, headline.column, headline.table)
 
 
 def factor_of(headline: Headline, record: dict) -> float | None:
