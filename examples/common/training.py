@@ -52,7 +52,7 @@ class Run:
     epoch_steps: int
     unit: str
     TEST: tuple[str, ...]
-    STATE = ("steps", "targets", "train_seconds", "points", "test", "recent", "rng")
+    STATE = ("steps", "targets", "train_seconds", "points", "test", "recent", "due", "rng")
     OF_RANK: tuple[str, ...] = ("rng",)
     MODULES = ("encoder", "loss", "optimizer")
 
@@ -77,6 +77,7 @@ class Run:
         self.targets = 0
         self.train_seconds = 0.0
         self.points: list[dict] = []  # one per evaluation
+        self.due = False  # whether an evaluation has begun, and not ended
         self.test: dict | None = None
         self.recent = [0.0, 0]  # sum of losses and number of targets since the last evaluation
         self.unread: list[tuple[Tensor, int]] = []  # losses of the last steps and their targets
@@ -227,7 +228,7 @@ class Run:
             **figures,
         }
         self.points.append(point)
-        self.recent = [0.0, 0]
+        self.recent, self.due = [0.0, 0], False
         tqdm.write(f"{self.name}: step {self.steps:,}, epoch {point['epoch']:.3g}, "
                    f"{self.train_seconds / 60:.2f} min, "
                    f"train loss {point['train_loss']:.3f}, {self.summary(point)}")
@@ -245,6 +246,8 @@ class Run:
         steps = math.ceil(self.args.epochs * self.epoch_steps)
         bar = tqdm(total=steps, initial=self.steps, desc=self.name, unit="step", disable=self.quiet)
         interrupt.look()
+        if self.due and not interrupt.seen:
+            self.evaluate(interrupt)  # a previous run was interrupted in it
         while not self.finished and not interrupt.seen:
             start = time.perf_counter()
             self.step()
@@ -256,7 +259,7 @@ class Run:
                 self.read_losses()
                 self.train_seconds += interrupt.look(time.perf_counter() - start)
                 evaluated = self.train_seconds
-                self.rng = self.rng_state()
+                self.rng, self.due = self.rng_state(), True
                 self.evaluate(interrupt)
                 if is_turn:
                     break
@@ -266,7 +269,7 @@ class Run:
         self.rng = self.rng_state()
         if self.finished and not interrupt.seen and (not self.points
                                                      or self.points[-1]["step"] < self.steps):
-            self.evaluate(interrupt)  # a previous run was interrupted in its last evaluation
+            self.evaluate(interrupt)  # resumed with a smaller budget
         if self.finished and self.test is None and not interrupt.seen:
             self.test = self.exactly(self.measure_test, interrupt)
         save()

@@ -55,9 +55,15 @@ def check_same_figures(one: Path, several: Path):
                     assert found[figure] == pytest.approx(value, rel=1e-4), figure
 
 
+def saved_run(checkpoint: Path) -> dict:
+    """Returns the state of the only run of a checkpoint."""
+    (state,) = torch.load(checkpoint, weights_only=True)["runs"].values()
+    return state
+
+
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors of a checkpoint with one run."""
-    (state,) = torch.load(checkpoint, weights_only=True)["runs"].values()
+    state = saved_run(checkpoint)
     tensors = {f"encoder.{k}": v
                for k, v in state["encoder"].items()
                } | {f"loss.{k}": v
@@ -66,7 +72,8 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def check_resume(train: ModuleType, arguments: list, folder: Path, monkeypatch):
-    """Checks that a run interrupted and resumed at steps 3 and 50 ends with the same bits.
+    """Checks that a run that is interrupted at steps 3 and 50 and in its first evaluation, and each
+    time resumed, ends with the same bits and the same evaluations.
 
     The run to compare with is saved at these steps, since saving applies pending updates and so
     changes rounding.
@@ -86,13 +93,28 @@ def check_resume(train: ModuleType, arguments: list, folder: Path, monkeypatch):
         if self.steps in (3, 50):
             signal.raise_signal(signal.SIGINT)
 
+    measure, measured = train.Run.measure, []
+
+    def interrupted_measure(self, interrupt):
+        if not measured:
+            signal.raise_signal(signal.SIGINT)
+        measured.append(self.steps)
+        return measure(self, interrupt)
+
     monkeypatch.setattr(train.Run, "step", interrupted_step)
+    monkeypatch.setattr(train.Run, "measure", interrupted_measure)
     parts = [*arguments, "--checkpoint", folder / "parts.pt"]
     assert run(train, *parts) == 130
-    (state,) = torch.load(folder / "parts.pt", weights_only=True)["runs"].values()
-    assert state["steps"] == 3
+    assert saved_run(folder / "parts.pt")["steps"] == 3
+    assert run(train, *parts, "--resume") == 130
     assert run(train, *parts, "--resume") == 130
     assert run(train, *parts, "--resume") == 0
+    assert measured[0] == measured[1]
+    found, expected = ([{
+        figure: value
+        for figure, value in point.items() if figure != "train_seconds"
+    } for point in saved_run(folder / name)["points"]] for name in ("parts.pt", "whole.pt"))
+    assert found == expected
     whole, resumed = weights(folder / "whole.pt"), weights(folder / "parts.pt")
     assert whole.keys() == resumed.keys()
     for key in whole:
