@@ -10,8 +10,8 @@
 #   make demo        trains a language model with sampled and with exact loss, then trains and
 #                    completes in C++ (10 minutes)
 #   make bench       benchmarks of speed, as tables
-#   make experiments  lists the experiments of the papers; NAME=midx_words DATA=FOLDER BUDGET=60 runs
-#                    one: data sets in FOLDER, 60 minutes on one core
+#   make experiments  lists the experiments of the papers; NAME=midx_words PARTS=ptb DATA=FOLDER
+#                    BUDGET=60 runs one: data sets in FOLDER, 60 minutes on one core
 #   make lint        format and style of C++ and Python, types, spelling, links; make format mends
 #                    format
 #   make sanitize    the C++ tests under AddressSanitizer and UBSan
@@ -345,8 +345,8 @@ bench: $(INSTALLED)
 	done
 
 experiments: $(INSTALLED)
-	python benchmarks/experiments.py $(NAME) $(if $(DATA),--data "$(DATA)") \
-	  $(if $(RIVALS),--rivals "$(RIVALS)") $(if $(BUDGET),--budget "$(BUDGET)")
+	python benchmarks/experiments.py $(NAME) $(if $(PARTS),--parts $(PARTS)) \
+	  $(if $(DATA),--data "$(DATA)") $(if $(RIVALS),--rivals "$(RIVALS)") $(if $(BUDGET),--budget "$(BUDGET)")
 
 # --------------------------------------------------------------------------------------------- docs
 

@@ -14,13 +14,12 @@ sample, hierarchical softmax, and Vowpal Wabbit's trees.
 As in Han et al. (2018), section 7.1, only the last layer is trained. For each method, the
 --finalists learning rates with the best validation accuracy after --search-epochs are trained for
 --epochs, and the best one is used, with --seeds different trees, initial weights and orders of
-rows. The table shows means and standard errors. Times are those of the long runs with the first
-seed, one after another on --threads threads; test time is the time to find the best class of all
-test rows. Coverage is the fraction of test targets among the candidates of the beam. "Edges as in
-the paper" means that edges are never balanced (BeamTreeLoss.balance). Finished runs are kept in
---runs and not repeated. --vw-python names an interpreter with vowpalwabbit and numpy, to measure
-its methods on the same features; its times include parsing text. Their learning rates, and the
-swap resistance of LOMTree, are chosen in the same way, after one pass (the paper's appendix D).
+rows. The table shows means and standard errors. Coverage is the fraction of test targets among the
+candidates of the beam. "Edges as in the paper" means that edges are never balanced
+(BeamTreeLoss.balance). Finished runs are kept in --runs and not repeated. --vw-python names an
+interpreter with vowpalwabbit and numpy, to train its methods on the same features. Their learning
+rates, and the swap resistance of LOMTree, are chosen in the same way, after one pass (the paper's
+appendix D).
 """
 
 import argparse
@@ -195,7 +194,7 @@ def fit(problem: Problem, make: Callable[[], torch.nn.Module], lr: float, epochs
     torch.manual_seed(seed)
     loss = make()
     if isinstance(loss, xs.SampledSoftmaxLoss):
-        # start NCE with log Z = 0 at a uniform distribution
+        # All sampled losses start at a uniform distribution, so that NCE has log Z = 0.
         torch.nn.init.zeros_(loss.linear.weight)
         torch.nn.init.constant_(loss.linear.bias, -math.log(problem.classes))
     optimizer = xs.optim.RowAdam(loss.parameters(), lr=lr)
@@ -291,7 +290,62 @@ def vowpal(problem: Problem, python: str, options: str, lr: float, epochs: int) 
     return json.loads(done.stdout)
 
 
-def main() -> None:
+class Trainings:
+    """The trainings of a problem; finished ones are kept in args.runs."""
+    def __init__(self, problem: Problem, args: argparse.Namespace) -> None:
+        self.problem, self.args = problem, args
+        file = args.delicious or args.libsvm or args.features
+        self.runs = Runs(args.runs, [problem.name, *([checksum(file)] if file else [])],
+                         args.threads)
+        kept = any(name.startswith(tuple(VOWPAL)) for name in self.runs.lines)
+        self.methods = [*methods(problem), *(VOWPAL if args.vw_python or kept else ())]
+
+    def train(self, name: str, setting: Setting, epochs: int, seed: int = 0) -> dict:
+        words = [name, f"lr {setting.lr:g}", f"{epochs} epochs", f"seed {seed}", setting.options]
+        run = ", ".join(filter(None, words))
+        found = self.runs.get(run)
+        if found is None:
+            if name not in VOWPAL:
+                found = fit(self.problem,
+                            methods(self.problem, seed)[name], setting.lr, epochs, seed)
+            elif self.args.vw_python:
+                found = vowpal(self.problem, self.args.vw_python, setting.options, setting.lr,
+                               epochs)
+            else:
+                raise SystemExit(f"{run} is not in {self.args.runs}: expected --vw-python")
+            self.runs.add(run, found)
+        return found
+
+    def best(self, name: str) -> dict:
+        """Returns the row of a method with its best setting."""
+        args = self.args
+        settings = [Setting(lr) for lr in args.lr]
+        search, epochs, seeds = args.search_epochs, args.epochs, args.seeds
+        if name in VOWPAL:
+            settings = [
+                Setting(lr, options) for options in VOWPAL[name](self.problem.classes)
+                for lr in args.vw_lr
+            ]
+            search, epochs, seeds = 1, args.vw_epochs, 1
+        if len(settings) > args.finalists:
+            short = {one: self.train(name, one, search)["valid"] for one in settings}
+            settings = sorted(settings, key=lambda one: -short[one])[:args.finalists]
+        found = {one: self.train(name, one, epochs) for one in settings}
+        best = max(found, key=lambda one: found[one]["valid"])
+        several = [self.train(name, best, epochs, seed) for seed in range(seeds)]
+        figures = {
+            part: [run[part] for run in several]
+            for part in ("test", "top5", "coverage") if part in found[best]
+        }
+        return {"method": name, "learning rate": f"{best.lr:g}"} | found[best] | figures
+
+
+def percent(row: dict, part: str) -> str:
+    shares = row.get(part)
+    return mean_and_error([100 * share for share in shares], decimals=2) if shares else ""
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -322,93 +376,49 @@ def main() -> None:
     args = parser.parse_args()
     if args.seeds < 1:
         parser.error(f"--seeds: expected at least 1, got {args.seeds}")
+    if args.runs is None and not args.write_aloi_like:
+        parser.error("--runs: expected a file for the finished runs")
+    return args
+
+
+def load_problem(args: argparse.Namespace) -> Problem:
+    if args.gaussians:
+        return gaussians(args.gaussians)
+    if args.delicious:
+        return delicious(args.delicious)
+    return libsvm(args.libsvm) if args.libsvm else from_file(args.features)
+
+
+def main() -> None:
+    args = parse_arguments()
     if args.write_aloi_like:
         return write_aloi_like(args.write_aloi_like)
-    if args.runs is None:
-        parser.error("--runs: expected a file for the finished runs")
     torch.set_num_threads(args.threads)
-    file = args.delicious or args.libsvm or args.features
-    if args.gaussians:
-        problem = gaussians(args.gaussians)
-    elif args.delicious:
-        problem = delicious(file)
-    else:
-        problem = libsvm(file) if args.libsvm else from_file(file)
-    # The name of generated data has all that it depends on.
-    runs = Runs(args.runs, [problem.name, *([checksum(file)] if file else [])], args.threads)
-
-    def name_of(name: str, setting: Setting, epochs: int, seed: int = 0) -> str:
-        words = [name, f"lr {setting.lr:g}", f"{epochs} epochs", f"seed {seed}", setting.options]
-        return ", ".join(filter(None, words))
-
-    def train(name: str, setting: Setting, epochs: int, seed: int = 0) -> dict:
-        run = name_of(name, setting, epochs, seed)
-        found = runs.get(run)
-        if found is not None:
-            return found
-        if setting.options:
-            return runs.add(run, vowpal(problem, args.vw_python, setting.options, setting.lr,
-                                        epochs))
-        return runs.add(run, fit(problem, methods(problem, seed)[name], setting.lr, epochs, seed))
-
-    known = methods(problem)
-    if args.vw_python:
-        known = known | dict.fromkeys(VOWPAL)
-    unknown = set(args.only or []) - set(known)
-    if unknown:
-        parser.error(f"--only: expected some of {', '.join(known)}, got "
-                     f"{', '.join(sorted(unknown))}")
-    rows = []
-    for name in args.only or known:
-        if name in VOWPAL:
-            settings = [
-                Setting(lr, options) for options in VOWPAL[name](problem.classes)
-                for lr in args.vw_lr
-            ]
-            search, epochs, seeds = 1, args.vw_epochs, 1
-        else:
-            settings = [Setting(lr) for lr in args.lr]
-            search, epochs, seeds = args.search_epochs, args.epochs, args.seeds
-        searched = {one: train(name, one, search)["valid"] for one in settings}
-        finalists = sorted(settings, key=lambda one: -searched[one])[:args.finalists]
-        found = {one: train(name, one, epochs) for one in finalists}
-        best = max(found, key=lambda one: found[one]["valid"])
-        several = [train(name, best, epochs, seed) for seed in range(seeds)]
-        rows.append({
-            "method": name, "learning rate": f"{best.lr:g}", "here": runs.here(
-                name_of(name, best, epochs))
-        } | found[best]
-                    | {
-                        part: [run[part] for run in several]
-                        for part in ("test", "top5", "coverage") if part in found[best]
-                    })
-    sizes = ", ".join(f"{len(problem.y[split]):,} rows to {verb}"
-                      for split, verb in (("train", "train"), ("valid", "validate"), ("test",
-                                                                                      "test")))
-
-    def percent(row: dict, part: str) -> str:
-        return mean_and_error([100 * share
-                               for share in row[part]], decimals=2) if part in row else ""
-
+    problem = load_problem(args)
+    trainings = Trainings(problem, args)
+    if unknown := set(args.only or []) - set(trainings.methods):
+        raise SystemExit(f"--only: expected some of {', '.join(trainings.methods)}, got "
+                         f"{', '.join(sorted(unknown))}")
+    rows = [trainings.best(name) for name in args.only or trainings.methods]
     texts = [
         row | {
             "accuracy %": percent(row, "test"), "top-5 %": percent(row, "top5"),
-            "coverage %": percent(row, "coverage"), "training": f"{row['train_seconds']:.1f} s"
-            if row["here"] else "", "test": f"{row['test_seconds']:.2f} s" if row["here"] else ""
+            "coverage %": percent(row, "coverage")
         } for row in rows
     ]
+    sizes = ", ".join(f"{len(problem.y[split]):,} rows to {verb}"
+                      for split, verb in (("train", "train"), ("valid", "validate"), ("test",
+                                                                                      "test")))
+    title = f"{problem.name}: {problem.classes:,} classes, D {problem.x['train'].shape[1]}, {sizes}"
     curves = {row["method"]: list(enumerate(row["curve"], 1)) for row in rows if "curve" in row}
     versions = ", ".join(sorted({row["version"] for row in rows if "version" in row}))
-    title = f"{problem.name}: {problem.classes:,} classes, D {problem.x['train'].shape[1]}, {sizes}"
     report(
         args, __doc__, question="How good are classifiers whose cost does not grow with the "
         "number of classes?",
         against="the softmax over all classes; NCE and BlackOut; trees of Vowpal Wabbit" +
         (f" {versions}" if versions else ""), tables=[
-            table(texts, title, [
-                "method", "learning rate", "accuracy %", "top-5 %", "coverage %", "training", "test"
-            ])
-        ], problem=problem.name, rows=rows, runs=runs.about(),
+            table(texts, title, ["method", "learning rate", "accuracy %", "top-5 %", "coverage %"])
+        ], problem=problem.name, rows=rows, runs=trainings.runs.about(),
         **({"plot": plot("epoch", "validation accuracy", curves)} if curves else {}))
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/experiments.py                             # lists the studies
     python benchmarks/experiments.py midx_words --data FOLDER    # runs one
-    make experiments NAME=midx_words DATA=FOLDER BUDGET=60
+    make experiments NAME=midx_words PARTS=ptb DATA=FOLDER BUDGET=60
 
 A study makes records, docs/experiments/STUDY.PART.json, with their plots. The same command goes on
 after an interruption. Studies of many trainings keep finished ones in
@@ -42,8 +42,8 @@ class Part:
             {ptb} and the other names of DATA are paths, {out} is a folder for this part, {runs} the
             file of its finished runs. {e:20} is a number of epochs that --budget scales, {n:20}
             such a whole number, at least 1.
-        rivals: other libraries that the last command measures, those of them that --rivals has.
-        needs: a rival without which there is no record.
+        rivals: other libraries that the last command measures if --rivals has their environment.
+        needs: those without which there is no record.
     """
 
     name: str
@@ -77,12 +77,12 @@ GAUSSIANS = CLASSES + "--gaussians 10000 --search-epochs {n:9} "
 LANGUAGE = "benchmarks/perplexity.py "
 SMALL = " -- --width 128 --layers 1 --dropout 0.2"
 KEPT = "--out {out} --runs {runs} --jobs 1 "
-TIMED = KEPT + "--time --time-threads 1 "
+TIMED = KEPT + "--time "
 TUNED = " --data {ptb} " + TIMED + "--epochs {e:8} --search-epochs {e:1}" + SMALL
 CURVES = " --eval-epochs {e:2}"
 NOVELS = " --data {novels} " + TIMED + "--epochs {e:0.5} --rates .004 --only "
 SHORT = SMALL + " --eval-epochs {e:0.05} --eval-tokens 100000 --min-count "
-ITEMS = ("benchmarks/recommend.py table " + KEPT + "--epochs {e:20} --search-epochs {e:5} "
+ITEMS = ("benchmarks/recommend.py " + KEPT + "--epochs {e:20} --search-epochs {e:5} "
          "--seeds 3 --data ")
 LABELS = ("benchmarks/sampled_labels.py --runs {runs} --threads 1 --epochs {n:20} "
           "--search-epochs {n:5} ")
@@ -186,7 +186,7 @@ def interpreter(rival: str, args: argparse.Namespace) -> Path | None:
 
 
 def missing(part: Part, args: argparse.Namespace) -> str:
-    """Returns what is not there and where, or an empty text."""
+    """Returns which data sets and environments are missing; an empty text if none."""
     data = [DATA[one] for one in part.data() if not (args.data / DATA[one]).exists()]
     rivals = [one for one in part.needs if interpreter(one, args) is None]
     return "; ".join([
@@ -202,7 +202,7 @@ def call(given: list[str]) -> None:
 
 
 def run(name: str, part: Part, scale: float, args: argparse.Namespace) -> str:
-    """Makes a record with a fraction of the epochs. Returns what became of it."""
+    """Makes a record with a fraction of the epochs. Returns its path, or why it was left out."""
     if absent := missing(part, args):
         return f"left out, since {absent}"
     out = args.out / f"{name}.{part.name}" / f"{scale:.3g}"  # runs of another budget differ
@@ -225,11 +225,12 @@ def run(name: str, part: Part, scale: float, args: argparse.Namespace) -> str:
         for word in (RIVALS[rival], str(found))
     ]
     call([*last[:at], *rivals, *shlex.split(args.more), "--json", str(record), *last[at:]])
-    found = json.loads(record.read_text())
+    found = json.loads(record.read_text()) | {"question": STUDIES[name].question}
     if not args.more:
         found["study"] = " ".join([
             f"make experiments NAME={name}", *(["DATA=FOLDER"] if part.data() else []),
             *(["RIVALS=FOLDER"] if rivals else []),
+            *([f"PARTS={shlex.quote(' '.join(args.parts))}"] if args.parts else []),
             *([f"BUDGET={args.budget:g}"] if args.budget else [])
         ])
     if scale < 1 and any("{e:" in one or "{n:" in one for one in part.commands):

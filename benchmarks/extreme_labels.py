@@ -178,7 +178,7 @@ def main() -> None:
     ]
     report(
         args, __doc__, question="How fast and how exact are linear models of very many labels?",
-        against="libpecos and omikuji, with their default options", tables=[
+        against="libpecos and omikuji, with their default options", threads=args.threads, tables=[
             table(rows,
                   columns=["set", "library", "train", "tree", "batch", "single", "size",
                            "P@1/3/5"]),

@@ -9,10 +9,6 @@ loss.
     python benchmarks/perplexity.py routed --data ptb --out out/ptb
     python benchmarks/perplexity.py learnable --data ptb --out out/ptb
     python benchmarks/perplexity.py ablation --data ptb --out out/ptb
-    # perplexity against the time of a step, 20 to 2,000 classes
-    python benchmarks/perplexity.py curve --data ptb --out out/ptb
-    # time to come within 3 % of exact
-    python benchmarks/perplexity.py reach --data novels --out out/novels --only METHOD ...
 
 Each run is a run of examples/language_model/train.py with a checkpoint, so the same command
 continues after an interruption, and finished runs are kept in --runs. Learning rates are selected
@@ -20,7 +16,7 @@ in the same way for all methods, by validation perplexity: long runs begin with 
 short runs, and go on with lower or with higher ones as long as these are better; the best is used,
 with --seeds seeds; the table shows means and standard errors. This takes hours. Runs share the
 machine (--jobs), so their own times are not meaningful; the time of a step is measured separately,
-on --time-threads threads, with interleaved methods (`--time`, on an otherwise idle machine).
+on --threads threads, with interleaved methods (`--time`, on an otherwise idle machine).
 Options after `--` are passed to the example in all runs.
 """
 
@@ -32,8 +28,6 @@ from records import plot
 from study import EXACT, MIDX, RANKING, Study, cane, chosen, make_parser, parse, sampled
 
 from examples.common.report import mean_and_error
-
-LEARNING_RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 
 # First 20 private samples each, as in the paper's table of samplers, then candidates for defaults.
 TABLE = {
@@ -139,7 +133,8 @@ def table(study: Study, methods: dict[str, list[str]]) -> tuple[list[dict], dict
     """Returns a row for each method, and a plot of the first seed's validation perplexity."""
     rows = []
     exact = None
-    runs, seconds = study.long_runs(methods, LEARNING_RATES), study.step_times(methods)
+    runs = study.long_runs(methods)
+    seconds = study.step_times(methods) if study.args.time else {}
     whole = {name: several[0] for name, _, several in runs if "failed" not in several[0]}
     for name, lr, several in runs:
         failed = [run["failed"] for run in several if "failed" in run]
@@ -189,38 +184,6 @@ def by_samples(study: Study, runs: dict[str, dict]) -> dict:
     return plot("samples of each query", "validation perplexity", curves, "xy")
 
 
-def reach(study: Study, methods: dict[str, list[str]]) -> list[dict]:
-    """Returns when each method comes within 3 % of the final result of the exact loss: the number
-    of steps, multiplied by the separately measured time of a step."""
-    args = study.args
-    runs = dict(
-        zip(methods,
-            study.map([(name, method, args.lr, args.epochs) for name, method in methods.items()])))
-    seconds = study.step_times(methods)
-    if "failed" in runs["exact"]:
-        return [{"method": "exact", "valid": runs["exact"]["failed"]}]
-    goal = 1.03 * study.cost(runs["exact"])
-    rows = []
-    for name, run in runs.items():
-        steps = next(
-            (point["step"] for point in run.get("points", []) if point["valid_perplexity"] <= goal),
-            None)
-        row = {
-            "method": name, "valid": f"{study.cost(run):.1f}",
-            "valid / exact": f"{study.cost(run) / study.cost(runs['exact']):.3f}"
-        }
-        if name in seconds and "exact" in seconds:
-            row["step"] = f"{1000 * seconds[name]:.0f} ms"
-            if steps is not None:
-                whole = runs["exact"]["steps"] * seconds["exact"]
-                row |= {
-                    "minutes to reach": f"{steps * seconds[name] / 60:.1f}",
-                    "time / exact run": f"{steps * seconds[name] / whole:.3f}"
-                }
-        rows.append(row)
-    return rows
-
-
 TABLES = {
     "table": TABLE, "cane": CANE, "routed": ROUTED, "learnable": LEARNABLE, "ablation": ABLATION
 }
@@ -228,22 +191,14 @@ TABLES = {
 
 def main() -> None:
     parser = make_parser(__doc__, "language_model", epochs=20, search_epochs=2)
-    parser.add_argument("study", choices=[*TABLES, "curve", "reach"], help="reach: uses --epochs "
-                        "and --lr for its runs")
+    parser.add_argument("study", choices=TABLES)
+    parser.add_argument("--time", action="store_true", help="also measure the time of a step, with "
+                        "interleaved methods")
     args = parse(parser)
     study = Study("language_model", args, ["--min-count", "1", "--optimizer", "adam"],
                   lambda run: run["points"][-1]["valid_perplexity"] if run["points"] else math.inf)
-    found = {}
-    if args.study == "curve":
-        rows = study.curve("validation perplexity / that of the exact loss")
-    elif args.study == "reach":
-        rows = reach(study, chosen(parser, args, TABLE))
-    else:
-        rows, found["plot"] = table(study, chosen(parser, args, TABLES[args.study]))
-    study.show(rows, [
-        "method", *map(str, args.sizes), "all", "learning rate", "step", "valid", "test",
-        "test / exact", "valid / exact", "minutes to reach", "time / exact run"
-    ], **found)
+    rows, curves = table(study, chosen(parser, args, TABLES[args.study]))
+    study.show(rows, ["method", "learning rate", "step", "valid", "test", "test / exact"], curves)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 """Compares the rankings of recommenders trained with different samplers and with the full softmax.
 
-    python benchmarks/recommend.py table --data amazon_beauty/Beauty.txt --out out/beauty
-    python benchmarks/recommend.py table --data gowalla --out out/gowalla -- \\
-        --unordered --eval-epochs 5
-    # NDCG against the time of a step
-    python benchmarks/recommend.py curve --data gowalla --out out/gowalla -- --unordered
+    python benchmarks/recommend.py --data amazon_beauty/Beauty.txt --out out/beauty
+    python benchmarks/recommend.py --data gowalla --out out/gowalla -- --unordered --eval-epochs 5
 
 Each run is a run of examples/recommend/train.py with a checkpoint, so the same command continues
 after an interruption, and finished runs are kept in --runs. Learning rates are selected in the same
@@ -21,8 +18,7 @@ from records import plot
 from study import EXACT, RANKING, Study, chosen, make_parser, parse, sampled
 
 from examples.common.report import mean_and_error
-
-LEARNING_RATES = (2e-3, 4e-3, 8e-3, 16e-3)
+from examples.recommend.train import FIGURES
 
 METHODS = {
     "full": EXACT,
@@ -38,13 +34,11 @@ METHODS = {
     "512 shared unigram": sampled("unigram", "512"),
 }
 
-FIGURES = ("NDCG@10", "NDCG@50", "Recall@10", "Recall@50")
-
 
 def table(study: Study, methods: dict[str, list[str]]) -> tuple[list[dict], dict]:
     """Returns a row for each method, and a plot of the first seed's validation NDCG@10."""
     rows, curves, full = [], {}, {}
-    for name, lr, several in study.long_runs(methods, LEARNING_RATES):
+    for name, lr, several in study.long_runs(methods):
         failed = [run["failed"] for run in several if "failed" in run]
         if failed:
             rows.append({"method": name, "NDCG@10": failed[0]})
@@ -68,20 +62,15 @@ def table(study: Study, methods: dict[str, list[str]]) -> tuple[list[dict], dict
 
 def main() -> None:
     parser = make_parser(__doc__, "recommend", epochs=40, search_epochs=10)
-    parser.add_argument("study", choices=["table", "curve"])
     args = parse(parser)
     study = Study(
         "recommend", args, [], lambda run: -max(point["valid_NDCG@10"] for point in run["points"])
         if run["points"] else 0.0)
-    found = {}
-    if args.study == "curve":
-        rows = study.curve("validation NDCG@10 / that of the exact loss")
-    else:
-        rows, found["plot"] = table(study, chosen(parser, args, METHODS))
+    rows, curves = table(study, chosen(parser, args, METHODS))
     study.show(rows, [
-        "method", *map(str, args.sizes), "all", "learning rate", "best epoch", "step", "valid",
-        *FIGURES, *(f"{figure} / full" for figure in FIGURES)
-    ], **found)
+        "method", "learning rate", "best epoch", *FIGURES, *(f"{figure} / full"
+                                                             for figure in FIGURES)
+    ], curves)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 interruption, on another machine or with other methods, and repeats nothing."""
 
 import json
+import os
 import threading
 import zlib
 from datetime import datetime, timezone
@@ -29,10 +30,10 @@ class Runs:
         self.path, self.options, self.lock = path, options, threading.Lock()
         self.machine = {"cpu": machine()["cpu"], "threads": threads}
         self.used: set[str] = set()
-        text = path.read_text() if path.is_file() else ""
-        whole, newline, broken = text.rpartition("\n")
+        content = path.read_bytes() if path.is_file() else b""
+        whole, newline, broken = content.rpartition(b"\n")
         if broken:  # the process was killed while it wrote the last line
-            path.write_text(whole + newline)
+            os.truncate(path, len(whole + newline))
         runs = (json.loads(line) for line in whole.splitlines())
         self.lines = {run["run"]: run for run in runs if run["options"] == options}
 
@@ -42,12 +43,6 @@ class Runs:
             return None
         self.used.add(name)
         return self.lines[name]["found"]
-
-    def here(self, name: str) -> bool:
-        """Returns whether a run was made on a processor like this one with as many threads, so that
-        its times can be compared with those of new runs."""
-        line = self.lines[name]
-        return {key: line[key] for key in self.machine} == self.machine
 
     def add(self, name: str, found: dict) -> dict:
         """Keeps what a run found, and returns it."""

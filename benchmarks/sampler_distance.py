@@ -35,7 +35,8 @@ def checkpoint_of(args: argparse.Namespace) -> Path:
     """Trains the model, or goes on, and returns its checkpoint."""
     # The example takes no step count of 0: one step at this rate changes no weight.
     epochs, lr = (1e-6, 1e-30) if args.untrained else (args.epochs, 4e-3)
-    folder = args.out / ("untrained" if args.untrained else f"epochs{epochs:g}")
+    model = "untrained" if args.untrained else f"epochs{epochs:g}"
+    folder = args.out / f"{Path(args.data).name}.{model}"
     path, finished = folder / "model.ckpt", folder / "finished"
     if not finished.is_file():
         folder.mkdir(parents=True, exist_ok=True)

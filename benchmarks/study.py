@@ -9,23 +9,24 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Sequence
 
 import torch
 
 from records import add_json, report, shown_words, table
 from runs import Runs
-from timing import interleave, machine
+from timing import interleave
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for the package `examples`
 
 from examples.common.errors import DIVERGED
-from examples.common.report import drawing
 
+LEARNING_RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 EXACT = ["--loss", "exact"]
 PLAIN = ("--estimator", "sampled_softmax")
 RANKING = ("--estimator", "ranking")
@@ -50,32 +51,6 @@ def cane(source: str, candidates: int, *more: str) -> list[str]:
         str(candidates), "--noises", "1", "--noise", "uniform", "--noise-reduction", "mean_of_logs",
         *more
     ]
-
-
-SIZES = (20, 100, 500, 2000)
-
-# more private samples would cost more than the exact loss in the smaller problems
-MOST_PRIVATE = 500
-
-# Ways to score a number of classes per query, not counting the target.
-CURVES = {
-    "shared uniform": lambda m: sampled("uniform", str(m)),
-    "shared unigram": lambda m: sampled("unigram", str(m)),
-    "head + shared unigram": lambda m: sampled("unigram", str(m - m // 2), m // 2),
-    "private midx": lambda m: sampled("midx", str(m)),
-    "private midx, ranking": lambda m: sampled("midx", str(m), 0, *RANKING),
-    "head + private midx": lambda m: sampled("midx", str(m - m // 2), m // 2),
-    "head + private midx, ranking": lambda m: sampled("midx", str(m - m // 2), m // 2, *RANKING),
-    "head + shared unigram + private midx": lambda m: sampled(
-        "unigram midx", f"{m * 2 // 5} {m - m * 4 // 5}", m * 2 // 5),
-}
-
-
-def private_draws(method: list[str]) -> int:
-    """Returns the number of private samples of a method: those of its adaptive samplers."""
-    samplers = method[method.index("--sampler") + 1:method.index("--samples")]
-    counts = method[method.index("--samples") + 1:]
-    return sum(int(count) for sampler, count in zip(samplers, counts) if "midx" in sampler)
 
 
 class Study:
@@ -107,8 +82,8 @@ class Study:
         found = self.runs.get(shlex.join(options))
         if found is not None:
             return found
-        name = f"{name.replace(',', '').replace(' ', '-')}-lr{lr:g}-epochs{epochs:g}-seed{seed}"
-        folder = self.args.out / name
+        key = zlib.crc32(shlex.join([*self.runs.options, *options]).encode())
+        folder = self.args.out / f"{name.replace(',', '').replace(' ', '-')}-lr{lr:g}-{key:08x}"
         checkpoint, log = folder / "checkpoint.pt", folder / "log.txt"
         if self.args.read_only:
             return {"failed": "not run"}
@@ -135,16 +110,16 @@ class Study:
         with ThreadPoolExecutor(self.args.jobs) as pool:
             return list(pool.map(lambda run: self.train(*run), runs))
 
-    def long_runs(self, methods: dict[str, list[str]],
-                  rates: tuple[float, ...]) -> list[tuple[str, float, list[dict]]]:
+    def long_runs(self, methods: dict[str, list[str]]) -> list[tuple[str, float, list[dict]]]:
         """Returns for each method its name, its best learning rate, and the metrics of the long
         runs with that rate, one for each seed.
 
         The best rate of a short run is often too high for a long one, and sometimes too low. So the
         first long run has the best rate of the short ones. Lower rates follow as long as they are
-        better, or, if the next lower one is not, higher ones. The selection uses the first seed.
+        not worse, or, if the next lower one is worse, higher ones. The selection uses the first
+        seed.
         """
-        best = self.best_runs(methods, tuple(self.args.rates or rates))
+        best = self.best_runs(methods, self.args.rates)
         others = [(name, seed) for seed in range(2, 1 + self.args.seeds) for name in methods]
         runs = self.map([(name, methods[name], best[name][0], self.args.epochs, seed)
                          for name, seed in others])
@@ -153,7 +128,7 @@ class Study:
                 for name, (lr, run) in best.items()]
 
     def best_runs(self, methods: dict[str, list[str]],
-                  rates: tuple[float, ...]) -> dict[str, tuple[float, dict]]:
+                  rates: Sequence[float]) -> dict[str, tuple[float, dict]]:
         """Returns the best learning rate of each method, and its long run with the first seed."""
         if len(rates) == 1:
             runs = self.map([(name, method, rates[0], self.args.epochs)
@@ -183,87 +158,24 @@ class Study:
 
     def step_times(self, methods: dict[str, list[str]]) -> dict[str, float]:
         """Returns the median seconds of a training step, including the encoder, with all methods
-        interleaved. They are stored in the folder, and measured only with --time, which requires an
-        otherwise idle machine.
+        interleaved. As medians they exclude refreshes of a sampler's index, which are rare. The
+        machine has to be idle otherwise.
         """
-        file = self.args.out / "step_times.json"
-        if self.args.time:
-            torch.set_num_threads(self.args.time_threads)
-            steps = {}
-            for name, method in methods.items():
-                args = self.program.parse_arguments([*self.common, *method])
-                steps[name] = self.program.Run(args.loss[0], self.dataset, args).step
-            seconds = interleave(steps, repeats=31, warmup=6)
-            file.write_text(json.dumps({"machine": machine(), "seconds": seconds}, indent=1))
-        return json.loads(file.read_text())["seconds"] if file.is_file() else {}
+        torch.set_num_threads(self.args.threads)
+        steps = {}
+        for name, method in methods.items():
+            args = self.program.parse_arguments([*self.common, *method])
+            steps[name] = self.program.Run(args.loss[0], self.dataset, args).step
+        return interleave(steps, repeats=31, warmup=6)
 
-    def curve(self, label: str) -> list[dict]:
-        """Runs --search-epochs at --lr with the exact loss and with every mix of CURVES in every
-        size, and plots the results. `label` names the ratio.
-
-        Returns one row per mix, with the ratio and the time of a step for each number of classes
-        scored per query.
-        """
-        args = self.args
-        methods = {"exact": EXACT} | {
-            f"{name} {size}": method(size)
-            for name, method in CURVES.items()
-            for size in args.sizes if private_draws(method(size)) <= MOST_PRIVATE
-        }
-        found = dict(
-            zip(
-                methods,
-                self.map([(name, method, args.lr, args.search_epochs)
-                          for name, method in methods.items()])))
-        exact, seconds = self.cost(found["exact"]), self.step_times(methods)
-        ratio = {name: self.cost(run) / exact for name, run in found.items()}
-        plot(ratio, seconds, args, label)
-        cell = {
-            name: f"{value:.4g}" + (f", {1000 * seconds[name]:.0f} ms" if name in seconds else "")
-            for name, value in ratio.items()
-        }
-        return [{
-            "method": "exact", "all": cell["exact"]
-        }, *({"method": name} | {str(size): cell.get(f"{name} {size}", "")
-                                 for size in args.sizes} for name in CURVES)]
-
-    def show(self, rows: list[dict], columns: list[str], **found) -> None:
-        """Reports the rows, without columns that no row has, and other results."""
+    def show(self, rows: list[dict], columns: list[str], curves: dict) -> None:
+        """Reports the rows, without columns that no row has, and the plot of `curves`."""
         report(
             self.args, self.args.about, question="How close do sampled losses come to the "
             "exact loss?", against="the exact loss", threads=self.args.threads, tables=[
                 table(rows, f"{Path(self.args.data).name}: {self.dataset.sizes}",
                       columns=[column for column in columns if any(column in row for row in rows)])
-            ], rows=rows, runs=self.runs.about(), **found)
-
-
-def plot(ratio: dict[str, float], seconds: dict[str, float], args: argparse.Namespace,
-         label: str) -> None:
-    from matplotlib.ticker import FuncFormatter
-
-    with drawing(args.out / "curve.png", size=(7.5, 5)) as axes:
-        for name in CURVES:
-            keys = {size: f"{name} {size}" for size in args.sizes if f"{name} {size}" in ratio}
-            points = [(1000 * seconds[key] if seconds else size, ratio[key])
-                      for size, key in keys.items()
-                      if math.isfinite(ratio[key]) and (not seconds or key in seconds)]
-            if points:
-                axes.plot(*zip(*points), marker="o", markersize=4, label=name)
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        if "exact" in seconds:
-            axes.axvline(1000 * seconds["exact"], color="black", linewidth=0.8, linestyle=":",
-                         label="a step of the exact loss")
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter("{:g}".format))
-            axis.set_minor_formatter(FuncFormatter("{:g}".format))
-        axes.tick_params(which="both", labelsize="small")
-        axes.set_xlabel("time of a training step, ms" if seconds else "classes scored per query")
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3, which="both")
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small")
+            ], rows=rows, runs=self.runs.about(), plot=curves)
 
 
 def make_parser(description: str, example: str, epochs: int,
@@ -278,30 +190,19 @@ def make_parser(description: str, example: str, epochs: int,
         "(default: runs.jsonl in --out)")
     parser.add_argument("--epochs", type=float, default=epochs, help="epochs of long runs "
                         "(default: %(default)s)")
+    parser.add_argument("--search-epochs", type=float, default=search_epochs,
+                        help="epochs of short runs (default: %(default)s)")
     parser.add_argument(
-        "--search-epochs", type=float, default=search_epochs,
-        help="epochs of short runs and of the runs of a curve (default: "
-        "%(default)s)")
+        "--rates", type=float, nargs="+", default=LEARNING_RATES, help="learning rates to search "
+        "(default: %(default)s); a single rate: no search")
     parser.add_argument(
-        "--rates", type=float, nargs="+", help="learning rates of the table, "
-        "instead of those of the study; a single rate: "
-        "no search")
-    parser.add_argument(
-        "--seeds", type=int, default=1, help="table: number of long runs of each method, with its "
+        "--seeds", type=int, default=1, help="number of long runs of each method, with its "
         "best learning rate (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", help="methods of the table, in addition to the exact "
+    parser.add_argument("--only", nargs="+", help="methods, in addition to the exact "
                         "loss")
     parser.add_argument("--jobs", type=int, default=2, help="number of runs at the same time "
                         "(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run (default: "
-                        "%(default)s)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES),
-                        help="curve: numbers of classes scored (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=4e-3, help="learning rate of a curve's runs "
-                        "(default: %(default)s)")
-    parser.add_argument("--time", action="store_true", help="also measure the time of a step, with "
-                        "interleaved methods")
-    parser.add_argument("--time-threads", type=int, default=2, help="threads for --time (default: "
                         "%(default)s)")
     parser.add_argument("--read-only", action="store_true", help="start no runs; show existing "
                         "results")

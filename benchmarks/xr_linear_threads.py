@@ -88,8 +88,7 @@ def simulate(seconds: list[float], threads: int) -> float:
 
 def amdahl(one: float, measured: float, measured_threads: int, threads: int) -> float:
     """Extrapolates the seconds on `threads` threads by Amdahl's law from two measured times."""
-    serial = 0.0 if measured_threads == 1 else max(0.0, (measured - one / measured_threads) /
-                                                   (1 - 1 / measured_threads))
+    serial = max(0.0, (measured - one / measured_threads) / (1 - 1 / measured_threads))
     return serial + (one - serial) / threads
 
 
@@ -185,7 +184,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     add_json(parser)
     args = parser.parse_args()
-    if 1 not in args.threads:
+    if 1 not in args.threads or max(args.threads) == 1:
         parser.error(f"--threads: expected 1 and others, got {args.threads}")
     sets = {"generated": generated
             } | ({"Gowalla": lambda: gowalla(args.gowalla)} if args.gowalla else {})

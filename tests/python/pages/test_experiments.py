@@ -168,6 +168,43 @@ def test_studies_are_listed_and_wrong_names_refused(experiments, tmp_path):
                                                        "0").stderr
 
 
+def test_the_command_of_a_record_repeats_it(experiments, monkeypatch, tmp_path):
+    argv = ["midx_words", "--parts", "ptb", "--budget", "60", "--data", str(tmp_path / "data")]
+    (tmp_path / "data/ptb").mkdir(parents=True)
+    record = tmp_path / "records/midx_words.ptb.json"
+
+    def call(given):
+        record.parent.mkdir(exist_ok=True)
+        record.write_text("{}")
+
+    monkeypatch.setattr(experiments, "call", call)
+    monkeypatch.setattr(
+        sys, "argv",
+        ["experiments.py", *argv, "--records",
+         str(record.parent), "--out",
+         str(tmp_path / "out")])
+    experiments.main()
+    found = json.loads(record.read_text())
+    assert found["study"] == "make experiments NAME=midx_words DATA=FOLDER PARTS=ptb BUDGET=60"
+    assert found["budget"] == "60 minutes: 0.1 of the study's epochs"
+    assert found["question"] == experiments.STUDIES["midx_words"].question
+
+
+def test_budgets_of_records_are_those_of_their_commands(experiments):
+    shortened = []
+    for path in DOCS.glob("*.json"):
+        record = json.loads(path.read_text())
+        if budget := re.search(r"BUDGET=([\d.]+)", record.get("study", "")):
+            name, part = path.stem.split(".")
+            minutes = {one.name: one.minutes for one in experiments.STUDIES[name].parts}
+            parts = re.search(r"PARTS=(\w+)", record["study"])
+            whole = minutes[part] if parts else sum(minutes.values())
+            scale = re.search(r": ([\d.]+) of", record["budget"])
+            assert f"{float(budget[1]) / whole:.2g}" == scale[1], path.name
+            shortened.append(path.stem)
+    assert "cane_words.ptb" in shortened
+
+
 def test_numbers_are_scaled(experiments):
     words = experiments.words("train.py --epochs {e:20} --search {n:3} --rows {n:300} '{out} a'",
                               0.01, {"out": "here"})
@@ -197,7 +234,10 @@ def test_long_trainings_go_on_from_the_best_rate_of_short_ones(monkeypatch, expe
                                                                long, best):
     study = importlib.import_module("study")
     parser = study.make_parser("", "language_model", epochs=4, search_epochs=1)
-    args = parser.parse_args(["--data", "x", "--out", str(tmp_path), "--seeds", "2"])
+    rates = map(str, (.001, .002, .004, .008, .016, .032))
+    args = parser.parse_args(
+        ["--data", "x", "--out",
+         str(tmp_path), "--seeds", "2", "--rates", *rates])
     args.options = []
     short, trained = {.001: 90, .002: 60, .004: 40, .008: 30, .016: 35, .032: 80}, []
 
@@ -208,7 +248,7 @@ def test_long_trainings_go_on_from_the_best_rate_of_short_ones(monkeypatch, expe
 
     one = study.Study("language_model", args, [], lambda run: run["cost"])
     monkeypatch.setattr(one, "train", train)
-    [(name, lr, runs)] = one.long_runs({"exact": []}, tuple(short))
+    [(name, lr, runs)] = one.long_runs({"exact": []})
     assert (name, lr, runs) == ("exact", best, [{"cost": long[best]}] * 2)
     assert trained == [*((lr, 1, 1) for lr in short), *((lr, 4, 1) for lr in long),
                        (best, 4, 2)]  # fmt: skip
