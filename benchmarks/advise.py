@@ -15,7 +15,7 @@ from pathlib import Path
 
 import scipy.stats
 import torch
-from timing import machine, print_machine, print_table
+from common.timing import machine, print_machine, print_table
 from torch import Tensor, nn
 
 import xsoftmax as xs

@@ -38,9 +38,9 @@ import torch
 from torch import Tensor
 
 import xsoftmax as xs
-from extreme_data import read_delicious
-from records import add_json, plot, report, table
-from runs import Runs, checksum
+from common.extreme_data import read_delicious
+from common.records import add_json, plot, report, table
+from common.runs import Runs, checksum
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 

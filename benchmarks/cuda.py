@@ -47,8 +47,8 @@ import xsoftmax as xs
 from cuda_figures.bench import reason
 from cuda_figures.language_model import part_seconds
 from cuda_figures.parts import PARTS, missing, process_of, run_part
-from records import add_json, report, table
-from timing import machine, print_table
+from common.records import add_json, report, table
+from common.timing import machine, print_table
 
 HAS_KERNELS = torch._C._dispatch_has_kernel_for_dispatch_key("xsoftmax::candidate_scores", "CUDA")
 

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import xsoftmax as xs
-from records import add_json, figures_table, report, table
-from timing import turns
+from common.records import add_json, figures_table, report, table
+from common.timing import turns
 
 
 class Model(nn.Module):

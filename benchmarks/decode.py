@@ -25,8 +25,8 @@ import torch
 import transformers
 
 import xsoftmax as xs
-from records import add_json, report, table
-from timing import interleave
+from common.records import add_json, report, table
+from common.timing import interleave
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 

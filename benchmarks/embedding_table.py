@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 import xsoftmax as xs
-from records import add_json, figures_table, report, table
-from timing import turns
+from common.records import add_json, figures_table, report, table
+from common.timing import turns
 
 WIDTH, POSITIONS, WORDS = 64, 4096, 50_000
 ADAGRAD = "RowAdagrad, row-wise, bfloat16"

@@ -23,7 +23,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from records import BEGIN, add_json, commit, others, report, shown_words, table
+from common.records import BEGIN, add_json, commit, others, report, shown_words, table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for the package `examples`

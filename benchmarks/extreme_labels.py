@@ -23,8 +23,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import extreme_data
-from records import add_json, figures_table, plot, report, table
+from common import extreme_data
+from common.records import add_json, figures_table, plot, report, table
 
 SIDE = Path(__file__).parent / "extreme_side.py"
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 import xsoftmax as xs
-from records import add_json, plot, report, table
-from study import ROOT
-from timing import interleave
+from common.records import add_json, plot, report, table
+from common.study import ROOT
+from common.timing import interleave
 
 from examples.gpt import train as gpt
 from examples.gpt.report import points_of, seconds_to_reach

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import xsoftmax as xs
-from records import run_benches
-from timing import interleave
+from common.records import run_benches
+from common.timing import interleave
 
 WIDTH, BATCH, STEPS = 200, 20, 35
 FORMS = {"sparse_grad=None": None, "sparse_grad=True": True, "sparse_grad=False": False}

@@ -25,8 +25,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import xsoftmax as xs
-from records import run_benches
-from timing import interleave
+from common.records import run_benches
+from common.timing import interleave
 
 CLASSES, WIDTH, QUERIES = 1000, 8, 4
 Step = Callable[[], object]

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 import xsoftmax as xs
-from records import run_benches
-from timing import interleave
+from common.records import run_benches
+from common.timing import interleave
 
 SIDE = Path(__file__).parent / "id_table_side.py"
 CAPACITY, WIDTH, BATCH, STEPS = 1_000_000, 64, 4096, 100

@@ -26,7 +26,7 @@ from typing import Dict, List, Optional
 import torch
 
 import xsoftmax as xs
-from records import add_json, report, table
+from common.records import add_json, report, table
 
 QUERIES, WIDTH, SAVE_EVERY = 64, 32, 5
 

@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from pictures import picture
+from common.pictures import picture
 
 
 def curves_of(record: dict) -> dict:

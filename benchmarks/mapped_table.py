@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 import xsoftmax as xs
-from records import run_benches
+from common.records import run_benches
 from xsoftmax.tables.mapped_tables import as_linear
 
 D, QUERIES, DRAWS, TURN = 64, 700, 512, 50

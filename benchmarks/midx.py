@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import xsoftmax as xs
 from output_layer import NaiveSampled, figure, make_batch, make_table
-from records import run_benches
-from timing import interleave
+from common.records import run_benches
+from common.timing import interleave
 
 QUERIES, WIDTH, CLASSES, CODEWORDS = 700, 256, 1_000_000, 64
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import xsoftmax as xs
-from records import run_benches
-from timing import PeakMemory, interleave
+from common.records import run_benches
+from common.timing import PeakMemory, interleave
 
 MB = 1024 * 1024
 

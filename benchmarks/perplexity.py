@@ -24,8 +24,8 @@ import math
 import re
 import statistics
 
-from records import plot
-from study import EXACT, MIDX, RANKING, Study, cane, chosen, make_parser, parse, sampled
+from common.records import plot
+from common.study import EXACT, MIDX, RANKING, Study, cane, chosen, make_parser, parse, sampled
 
 from examples.common.report import mean_and_error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from matplotlib.ticker import StrMethodFormatter
 
-from pictures import COLOURS, picture
+from common.pictures import COLOURS, picture
 
 FAMILIES = ("xsoftmax", "faiss IndexIVFFlat", "faiss IndexHNSWFlat")
 TITLES = {"single": "one query at a time", "batch": "a batch of 256 queries"}

@@ -14,8 +14,8 @@ all runs.
 
 import statistics
 
-from records import plot
-from study import EXACT, RANKING, Study, chosen, make_parser, parse, sampled
+from common.records import plot
+from common.study import EXACT, RANKING, Study, chosen, make_parser, parse, sampled
 
 from examples.common.report import mean_and_error
 from examples.recommend.train import FIGURES

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import xsoftmax as xs
-from records import run_benches
-from timing import interleave
+from common.records import run_benches
+from common.timing import interleave
 
 N, D, BATCH, ROWS = 100_000, 64, 256, 30_000
 BLOCK = 25  # number of steps per block

@@ -23,10 +23,10 @@ from pathlib import Path
 import faiss
 import torch
 
-import retrieval_data
+from common import retrieval_data
 import xsoftmax as xs
-from records import add_json, figures_table, report, table
-from timing import interleave
+from common.records import add_json, figures_table, report, table
+from common.timing import interleave
 
 K, BATCH, SINGLE = 10, 256, 32
 CELLS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 import xsoftmax as xs
-from extreme_data import SHAPES, delicious, float_rows, generated, split
-from records import add_json, plot, report, table
-from runs import Runs, checksum
+from common.extreme_data import SHAPES, delicious, float_rows, generated, split
+from common.records import add_json, plot, report, table
+from common.runs import Runs, checksum
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 

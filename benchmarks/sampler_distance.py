@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import xsoftmax as xs
-from records import add_json, plot, report, table
-from study import ROOT
+from common.records import add_json, plot, report, table
+from common.study import ROOT
 
 from examples.common.losses import build_sampler
 from examples.language_model import compare_samplers

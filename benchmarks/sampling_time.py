@@ -16,8 +16,8 @@ import time
 import torch
 
 import xsoftmax as xs
-from records import add_json, plot, report, table
-from timing import interleave
+from common.records import add_json, plot, report, table
+from common.timing import interleave
 
 WIDTH = 64
 KINDS = ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx")

@@ -26,8 +26,8 @@ import math
 import torch
 
 import xsoftmax as xs
-from records import add_json, report, table
-from timing import interleave
+from common.records import add_json, report, table
+from common.timing import interleave
 
 EXCHANGES = ("queries", "rows")
 # The collectives of a step. In both exchanges: batch sizes, targets, the generator's state, the

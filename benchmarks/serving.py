@@ -25,8 +25,8 @@ from typing import Callable
 import torch
 
 import xsoftmax as xs
-from records import add_json, report, table
-from timing import turns
+from common.records import add_json, report, table
+from common.timing import turns
 
 
 class Model(torch.nn.Module):

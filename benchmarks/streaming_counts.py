@@ -11,8 +11,8 @@ frequent ids are compared with their frequencies in the stream.
 import torch
 
 import xsoftmax as xs
-from records import run_benches
-from timing import interleave
+from common.records import run_benches
+from common.timing import interleave
 
 Counts = xs.samplers.StreamingCounts
 IDS, BATCH, LOOKED_AT = 10_000_000, 4096, 1000

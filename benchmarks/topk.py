@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import xsoftmax as xs
-from records import run_benches
-from timing import interleave
+from common.records import run_benches
+from common.timing import interleave
 
 QUERIES, WIDTH, CLASSES, SEEN = 256, 64, 100_000, 200
 

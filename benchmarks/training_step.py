@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import xsoftmax as xs
-from records import add_json, report, table
-from timing import PeakMemory, interleave
+from common.records import add_json, report, table
+from common.timing import PeakMemory, interleave
 
 
 class Plain(nn.Module):

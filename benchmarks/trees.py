@@ -16,8 +16,8 @@ import torch
 
 import xsoftmax as xs
 from output_layer import NaiveSampled, figure, make_batch, make_table
-from records import run_benches
-from timing import interleave
+from common.records import run_benches
+from common.timing import interleave
 
 QUERIES, WIDTH, CLASSES = 256, 256, 1_000_000
 

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 import xsoftmax as xs
-from records import add_json, figures_table, report
-from timing import PeakMemory, turns
+from common.records import add_json, figures_table, report
+from common.timing import PeakMemory, turns
 
 
 class ByHand:

@@ -13,10 +13,10 @@ import time
 
 import torch
 
-import extreme_data
+from common import extreme_data
 import xsoftmax as xs
-from records import add_json, report, table
-from timing import PeakMemory
+from common.records import add_json, report, table
+from common.timing import PeakMemory
 
 EXAMPLES, TEST, FEATURES, LABELS = 490_449, 153_025, 135_909, 670_091
 

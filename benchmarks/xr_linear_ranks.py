@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import extreme_data
+from common import extreme_data
 import xsoftmax as xs
-from records import add_json, report, table
+from common.records import add_json, report, table
 
 
 def examples(folder: Path):

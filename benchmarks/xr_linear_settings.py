@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 
-import extreme_data
+from common import extreme_data
 import xsoftmax as xs
-from records import add_json, plot, report, table
+from common.records import add_json, plot, report, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 

@@ -24,9 +24,9 @@ from typing import Iterator
 import numpy as np
 import torch
 
-import extreme_data
+from common import extreme_data
 import xsoftmax as xs
-from records import add_json, plot, report, table
+from common.records import add_json, plot, report, table
 
 SIMULATED = (1, 2, 4, 8, 15, 32, 64)
 

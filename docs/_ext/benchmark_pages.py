@@ -13,7 +13,7 @@ import pages
 DOCS = Path(__file__).parent.parent
 sys.path.insert(0, str(DOCS.parent / "benchmarks"))
 
-from records import FIELDS, plain_numbers  # noqa: E402
+from common.records import FIELDS, plain_numbers  # noqa: E402
 
 MACHINE = ("cpu", "cores", "threads", "torch")
 GPU = ("gpu", "cpu", "cores", "torch")  # of a machine whose GPU was measured
@@ -58,7 +58,7 @@ def read(path: Path) -> dict:
     ]
     if missing:
         raise ValueError(f"{path.parent.name}/{path.name}: expected a record of "
-                         f"benchmarks/records.py, got one without {', '.join(missing)}")
+                         f"benchmarks/common/records.py, got one without {', '.join(missing)}")
     return record
 
 

@@ -28,8 +28,8 @@ ROOT = HERE.parents[1]
 FOLDER = HERE / "figures"
 sys.path += [str(ROOT / "benchmarks"), str(ROOT)]
 import advise as language  # noqa: E402  (benchmarks/advise.py: a small language model)
-from pictures import picture  # noqa: E402  (benchmarks/pictures.py)
-from timing import interleave, machine  # noqa: E402
+from common.pictures import picture  # noqa: E402  (benchmarks/common/pictures.py)
+from common.timing import interleave, machine  # noqa: E402
 
 from examples.language_model.data import load_corpus  # noqa: E402
 

@@ -232,7 +232,7 @@ def test_the_split_of_novels_is_listed(monkeypatch):
 ])  # yapf: disable
 def test_long_trainings_go_on_from_the_best_rate_of_short_ones(monkeypatch, experiments, tmp_path,
                                                                long, best):
-    study = importlib.import_module("study")
+    study = importlib.import_module("common.study")
     parser = study.make_parser("", "language_model", epochs=4, search_epochs=1)
     rates = map(str, (.001, .002, .004, .008, .016, .032))
     args = parser.parse_args(

@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 def records(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.syspath_prepend(str(DOCS / "_ext"))
-    return importlib.import_module("records"), importlib.import_module("benchmark_pages")
+    return importlib.import_module("common.records"), importlib.import_module("benchmark_pages")
 
 
 def write(records, path):
@@ -65,7 +65,7 @@ def test_an_incomplete_record_is_refused(records, tmp_path, field):
     del holder[field.rpartition(".")[2]]
     (tmp_path / "step.json").write_text(json.dumps(found))
     with pytest.raises(
-            ValueError, match="step.json: expected a record of benchmarks/records.py, "
+            ValueError, match="step.json: expected a record of benchmarks/common/records.py, "
             f"got one without {field}"):
         records[1].generate(folder=tmp_path)
     assert not (tmp_path / "step.md").exists()

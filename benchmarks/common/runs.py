@@ -8,8 +8,8 @@ import zlib
 from datetime import datetime, timezone
 from pathlib import Path
 
-from records import commit
-from timing import machine
+from common.records import commit
+from common.timing import machine
 
 
 def checksum(path: str | Path) -> str:

@@ -17,11 +17,11 @@ from typing import Callable, Sequence
 
 import torch
 
-from records import add_json, report, shown_words, table
-from runs import Runs
-from timing import interleave
+from common.records import add_json, report, shown_words, table
+from common.runs import Runs
+from common.timing import interleave
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for the package `examples`
 
 from examples.common.errors import DIVERGED

@@ -19,7 +19,7 @@ from typing import Callable
 
 import torch
 
-from timing import figure_rows, machine, print_machine, print_table
+from common.timing import figure_rows, machine, print_machine, print_table
 
 FIELDS = ("question", "about", "against", "command", "date", "commit", "machine", "loaded",
           "tables")
@@ -131,7 +131,7 @@ def report(args: argparse.Namespace, doc: str, *, question: str, against: str, t
             Path(args.json).parent.mkdir(parents=True, exist_ok=True)
             Path(args.json).write_text(text + "\n")
             if "plot" in record:
-                from pictures import draw  # needs matplotlib
+                from common.pictures import draw  # needs matplotlib
 
                 draw(record["plot"], Path(args.json).with_suffix(".svg"))
         return

@@ -1,6 +1,6 @@
-"""The plots of the documentation. A record of benchmarks/records.py holds what its plot shows:
+"""The plots of the documentation. A record (records.py) holds what its plot shows:
 
-    python benchmarks/pictures.py RECORD.json ...    # draws RECORD.svg
+    python benchmarks/common/pictures.py RECORD.json ...    # draws RECORD.svg
 """
 
 import argparse
