@@ -11,7 +11,8 @@
 #                    completes in C++ (10 minutes)
 #   make bench       benchmarks of speed, as tables
 #   make experiments  lists the experiments of the papers; NAME=midx_words PARTS=ptb DATA=FOLDER
-#                    BUDGET=60 runs one: data sets in FOLDER, 60 minutes on one core
+#                    BUDGET=60 runs one: data sets in FOLDER, 60 minutes on one core; RECORDS=FOLDER:
+#                    from nothing, to this folder; RIVALS=FOLDER: environments of other libraries
 #   make lint        format and style of C++ and Python, types, spelling, links; make format mends
 #                    format
 #   make sanitize    the C++ tests under AddressSanitizer and UBSan
@@ -346,7 +347,8 @@ bench: $(INSTALLED)
 
 experiments: $(INSTALLED)
 	python benchmarks/experiments.py $(NAME) $(if $(PARTS),--parts $(PARTS)) \
-	  $(if $(DATA),--data "$(DATA)") $(if $(RIVALS),--rivals "$(RIVALS)") $(if $(BUDGET),--budget "$(BUDGET)")
+	  $(if $(DATA),--data "$(DATA)") $(if $(RIVALS),--rivals "$(RIVALS)") \
+	  $(if $(BUDGET),--budget "$(BUDGET)") $(if $(RECORDS),--records "$(RECORDS)")
 
 # --------------------------------------------------------------------------------------------- docs
 

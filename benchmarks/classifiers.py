@@ -40,7 +40,7 @@ from torch import Tensor
 import xsoftmax as xs
 from common.extreme_data import read_delicious
 from common.records import add_json, plot, report, table
-from common.runs import Runs, checksum
+from common.runs import Runs, checksum, interruptible
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 
@@ -423,4 +423,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interruptible(main)

@@ -7,13 +7,16 @@
 A study makes records, docs/experiments/STUDY.PART.json, with their plots. The same command goes on
 after an interruption. Studies of many trainings keep finished ones in
 docs/experiments/runs/STUDY.PART.jsonl and repeat none of them, also on another machine, except for
-Omniglot, whose features are trained first. --budget scales the numbers of epochs, so that the study
-takes about so many minutes on one core; the records then say so. Data sets are folders of --data
-(see docs/experiments/data.md); a part whose data is missing is left out with a message.
+Omniglot, whose features are trained first. With another folder of --records a study begins from
+nothing, and leaves those of the repository as they are. --budget scales the numbers of epochs, so
+that the study takes about so many minutes on one core, but a training takes at least one step, or
+one epoch of classifiers; the records then say so. Data sets are folders of --data (see
+docs/experiments/data.md); a part whose data is missing is left out with a message.
 """
 
 import argparse
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -25,6 +28,12 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = {
     "ptb": "ptb", "novels": "novels", "gowalla": "gowalla", "beauty": "amazon_beauty/Beauty.txt",
     "delicious": "delicious/delicious.arff", "omniglot": "omniglot"
+}
+# Files without which a data set is incomplete, below its folder.
+FILES = {
+    "ptb": ("*.train.txt", "*.valid.txt", "*.test.txt"), "novels": ("*.txt",),
+    "gowalla": ("train.txt", "valid.txt", "test.txt"),
+    "omniglot": ("images_background/*", "images_evaluation/*")
 }
 
 # The option that names the interpreter of a rival, FOLDER/NAME/bin/python of --rivals.
@@ -173,10 +182,10 @@ def scale_numbers(command: str, scale: float) -> str:
 
 def words(command: str, scale: float, places: dict[str, str]) -> list[str]:
     """Returns the words of a command with its placeholders replaced."""
-    given = shlex.split(scale_numbers(command, scale))
+    parts = shlex.split(scale_numbers(command, scale))
     for name, place in places.items():
-        given = [word.replace(f"{{{name}}}", place) for word in given]
-    return given
+        parts = [part.replace(f"{{{name}}}", place) for part in parts]
+    return parts
 
 
 def interpreter(rival: str, args: argparse.Namespace) -> Path | None:
@@ -187,7 +196,11 @@ def interpreter(rival: str, args: argparse.Namespace) -> Path | None:
 
 def missing(part: Part, args: argparse.Namespace) -> str:
     """Returns which data sets and environments are missing; an empty text if none."""
-    data = [DATA[one] for one in part.data() if not (args.data / DATA[one]).exists()]
+    data = [
+        pattern for one in part.data()
+        for pattern in ([f"{DATA[one]}/{name}" for name in FILES.get(one, ())] or [DATA[one]])
+        if not any(args.data.glob(pattern))
+    ]
     rivals = [one for one in part.needs if interpreter(one, args) is None]
     return "; ".join([
         *([f"{args.data} has no {', '.join(data)}"] if data else []),
@@ -195,29 +208,62 @@ def missing(part: Part, args: argparse.Namespace) -> str:
     ])
 
 
-def call(given: list[str]) -> None:
-    done = subprocess.run([sys.executable, *given], cwd=ROOT)
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(given)}: exit {done.returncode}")
+class Failed(Exception):
+    """A program of a study ended with an error."""
 
 
-def run(name: str, part: Part, scale: float, args: argparse.Namespace) -> str:
-    """Makes a record with a fraction of the epochs. Returns its path, or why it was left out."""
-    if absent := missing(part, args):
-        return f"left out, since {absent}"
+def call(command: list[str]) -> None:
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT)
+    interrupted = False
+    while process.poll() is None:
+        try:
+            process.wait()
+        except KeyboardInterrupt:  # the program has the signal, too, and saves its checkpoint
+            interrupted = True
+    if interrupted:
+        raise KeyboardInterrupt
+    if process.returncode:
+        raise Failed(f"{shlex.join(command)}: exit {process.returncode}")
+
+
+def command_of(name: str, parts: list[Part], args: argparse.Namespace) -> str:
+    """Returns the command that repeats the records of these parts of a study."""
+    some = " ".join(part.name for part in parts)
+    return " ".join([
+        f"make experiments NAME={name}",
+        *([f"PARTS={shlex.quote(some)}"] if len(parts) < len(STUDIES[name].parts) else []),
+        *(["DATA=FOLDER"] if any(part.data() for part in parts) else []),
+        *(["RIVALS=FOLDER"] if args.rivals and any(part.rivals for part in parts) else []),
+        *([f"BUDGET={args.budget:g}"] if args.budget else [])
+    ])
+
+
+def shortened(part: Part, scale: float, budget: float) -> str:
+    """Says by how much a budget shortens a part; an empty text if it does not."""
+    text = " ".join(part.commands)
+    if scale == 1 or not re.search(r"\{[en]:", text):
+        return ""
+    least = any(float(count) * scale < 0.5 for count in re.findall(r"\{n:(\d+)\}", text))
+    return (f"{budget:g} minutes: {scale:.2g} of the study's epochs" +
+            (", but at least one" if least else ""))
+
+
+def run(name: str, part: Part, scale: float, args: argparse.Namespace) -> dict:
+    """Makes a record with a fraction of the epochs, and returns it."""
     out = args.out / f"{name}.{part.name}" / f"{scale:.3g}"  # runs of another budget differ
     out.mkdir(parents=True, exist_ok=True)
+    args.records.mkdir(parents=True, exist_ok=True)
     places = {one: str(args.data / path)
               for one, path in DATA.items()} | {
                   "out": str(out), "runs": str(args.records / "runs" / f"{name}.{part.name}.jsonl")
               }
     record = args.records / f"{name}.{part.name}.json"
     *before, last = (words(command, scale, places) for command in part.commands)
-    for number, given in enumerate(before, 1):
+    for number, command in enumerate(before, 1):
         finished, checkpoint = out / f"finished.{number}", out / "model.ckpt"
         if not finished.is_file():
-            resume = given[0].endswith("train.py") and checkpoint.is_file()
-            call([*given, *(["--resume"] if resume else [])])
+            resume = command[0].endswith("train.py") and checkpoint.is_file()
+            call([*command, *(["--resume"] if resume else [])])
             finished.touch()
     at = last.index("--") if "--" in last else len(last)  # the options of the examples follow "--"
     rivals = [
@@ -225,18 +271,35 @@ def run(name: str, part: Part, scale: float, args: argparse.Namespace) -> str:
         for word in (RIVALS[rival], str(found))
     ]
     call([*last[:at], *rivals, *shlex.split(args.more), "--json", str(record), *last[at:]])
-    found = json.loads(record.read_text()) | {"question": STUDIES[name].question}
-    if not args.more:
-        found["study"] = " ".join([
-            f"make experiments NAME={name}", *(["DATA=FOLDER"] if part.data() else []),
-            *(["RIVALS=FOLDER"] if rivals else []),
-            *([f"PARTS={shlex.quote(' '.join(args.parts))}"] if args.parts else []),
-            *([f"BUDGET={args.budget:g}"] if args.budget else [])
-        ])
-    if scale < 1 and any("{e:" in one or "{n:" in one for one in part.commands):
-        found["budget"] = f"{args.budget:g} minutes: {scale:.2g} of the study's epochs"
-    record.write_text(json.dumps(found, indent=1) + "\n")
-    return str(record)
+    return json.loads(record.read_text())
+
+
+def run_all(name: str, parts: list[Part], args: argparse.Namespace) -> bool:
+    """Makes the records of the parts whose data is there. Returns whether it made any, and none
+    failed."""
+    ready = [part for part in parts if not missing(part, args)]
+    minutes = sum(part.minutes for part in ready)
+    scale = min(1.0, args.budget / minutes) if args.budget and ready else 1.0
+    well = bool(ready)
+    for part in parts:
+        label, path = f"{name}.{part.name}", args.records / f"{name}.{part.name}.json"
+        if part not in ready:
+            print(f"{label}: left out, since {missing(part, args)}", flush=True)
+            continue
+        budget = shortened(part, scale, args.budget)
+        if scale < 1 and not budget:
+            print(f"{label}: about {part.minutes:g} minutes, whatever the budget", flush=True)
+        try:
+            found = run(name, part, scale, args) | {"question": STUDIES[name].question}
+        except Failed as error:
+            print(f"{label}: {error}", flush=True)
+            well = False
+            continue
+        if not args.more:
+            found["study"] = command_of(name, ready, args)
+        path.write_text(json.dumps(found | ({"budget": budget} if budget else {}), indent=1) + "\n")
+        print(f"{label}: {path}", flush=True)
+    return well
 
 
 def main() -> None:
@@ -256,12 +319,12 @@ def main() -> None:
                         help="folder of the records (default: docs/experiments)")
     parser.add_argument(
         "--more", default="", help="options for the program that writes the "
-        "record, such as --more '--rates .004 --only exact'")
+        "record, such as --more='--rates .004 --only exact'")
     args = parser.parse_args()
     args.data, args.out, args.records = (path.absolute()
                                          for path in (args.data, args.out, args.records))
     args.rivals = args.rivals and args.rivals.absolute()
-    if args.budget is not None and args.budget <= 0:
+    if args.budget is not None and not 0 < args.budget < math.inf:
         parser.error(f"--budget: expected minutes above 0, got {args.budget:g}")
     if args.name is None:
         for name, study in STUDIES.items():
@@ -275,10 +338,12 @@ def main() -> None:
         parser.error(f"--parts: expected some of {', '.join(known)}, got "
                      f"{', '.join(sorted(unknown))}")
     parts = [part for part in study.parts if not args.parts or part.name in args.parts]
-    minutes = sum(part.minutes for part in parts if not missing(part, args))
-    scale = min(1.0, args.budget / max(minutes, args.budget)) if args.budget else 1.0
-    for part in parts:
-        print(f"{args.name}.{part.name}: {run(args.name, part, scale, args)}", flush=True)
+    try:
+        well = run_all(args.name, parts, args)
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: the same command goes on from here") from None
+    if not well:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

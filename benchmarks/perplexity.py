@@ -25,6 +25,7 @@ import re
 import statistics
 
 from common.records import plot
+from common.runs import interruptible
 from common.study import EXACT, MIDX, RANKING, Study, cane, chosen, make_parser, parse, sampled
 
 from examples.common.report import mean_and_error
@@ -202,4 +203,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interruptible(main)

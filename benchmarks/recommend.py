@@ -15,6 +15,7 @@ all runs.
 import statistics
 
 from common.records import plot
+from common.runs import interruptible
 from common.study import EXACT, RANKING, Study, chosen, make_parser, parse, sampled
 
 from examples.common.report import mean_and_error
@@ -74,4 +75,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interruptible(main)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import xsoftmax as xs
 from common.extreme_data import SHAPES, delicious, float_rows, generated, split
 from common.records import add_json, plot, report, table
-from common.runs import Runs, checksum
+from common.runs import Runs, checksum, interruptible
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 
@@ -189,4 +189,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interruptible(main)

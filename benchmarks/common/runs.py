@@ -7,9 +7,20 @@ import threading
 import zlib
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Callable
 
 from common.records import commit
 from common.timing import machine
+
+INTERRUPTED = 130  # 128 + SIGINT, the exit code of a program that Ctrl-C has ended
+
+
+def interruptible(main: Callable[[], None]) -> None:
+    """Runs a program. Ctrl-C ends it without a traceback, since all finished runs are kept."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
 
 
 def checksum(path: str | Path) -> str:
@@ -30,12 +41,19 @@ class Runs:
         self.path, self.options, self.lock = path, options, threading.Lock()
         self.machine = {"cpu": machine()["cpu"], "threads": threads}
         self.used: set[str] = set()
+        self.lines: dict[str, dict] = {}
         content = path.read_bytes() if path.is_file() else b""
-        whole, newline, broken = content.rpartition(b"\n")
-        if broken:  # the process was killed while it wrote the last line
-            os.truncate(path, len(whole + newline))
-        runs = (json.loads(line) for line in whole.splitlines())
-        self.lines = {run["run"]: run for run in runs if run["options"] == options}
+        whole = content.rfind(b"\n") + 1
+        # a killed process leaves a part of a line behind
+        self.size, self.torn = len(content), len(content) - whole
+        for number, line in enumerate(content[:whole].splitlines(), 1):
+            try:
+                run = json.loads(line)
+                if run["options"] == options:
+                    self.lines[run["run"]] = run
+            except (KeyError, ValueError) as error:
+                raise SystemExit(
+                    f"{path}, line {number}: expected the JSON object of a run ({error})") from None
 
     def get(self, name: str) -> dict | None:
         """Returns what a run found, or None if it is not finished."""
@@ -52,6 +70,9 @@ class Runs:
         }
         with self.lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.torn and self.path.stat().st_size == self.size:
+                os.truncate(self.path, self.size - self.torn)
+            self.torn = 0
             with open(self.path, "a") as file:
                 file.write(json.dumps(line) + "\n")
             self.lines[name] = line

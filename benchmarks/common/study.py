@@ -18,7 +18,7 @@ from typing import Callable, Sequence
 import torch
 
 from common.records import add_json, report, shown_words, table
-from common.runs import Runs
+from common.runs import INTERRUPTED, Runs
 from common.timing import interleave
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +53,10 @@ def cane(source: str, candidates: int, *more: str) -> list[str]:
     ]
 
 
+def last_line(log: Path) -> str:
+    return (log.read_text().strip().splitlines() or [""])[-1]
+
+
 class Study:
     """Runs the train.py of an example with checkpoints, so that the same command continues after an
     interruption.
@@ -66,15 +70,20 @@ class Study:
     def __init__(self, example: str, args: argparse.Namespace, common: list[str],
                  cost: Callable[[dict], float]):
         self.example, self.args = example, args
-        common = ["--data", args.data, "--schedule", "cosine", *common, *args.options]
-        self.runs = Runs(args.runs or args.out / "runs.jsonl", shown_words(common), args.threads)
-        self.common = ["--threads", str(args.threads), *common]
+        self.options = ["--data", args.data, "--schedule", "cosine", *common, *args.options]
+        self.common = ["--threads", str(args.threads), *self.options]
         self.program = importlib.import_module(f"examples.{example}.train")
         self.cost = lambda run: math.inf if "failed" in run else cost(run)
 
     @cached_property
     def dataset(self):
         return self.program.load_data(self.program.parse_arguments(self.common))
+
+    @cached_property
+    def runs(self) -> Runs:
+        # the name of a folder does not say what is in it
+        options = [*shown_words(self.options), f"{self.dataset.fingerprint:08x}"]
+        return Runs(self.args.runs or self.args.out / "runs.jsonl", options, self.args.threads)
 
     def train(self, name: str, method: list[str], lr: float, epochs: float, seed: int = 1) -> dict:
         """Returns the metrics of one run, after running or resuming it if necessary."""
@@ -96,10 +105,12 @@ class Study:
         folder.mkdir(parents=True, exist_ok=True)
         with open(log, "a") as file:
             code = subprocess.run(command, stdout=file, stderr=file).returncode
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
         if code == DIVERGED:
-            found = {"failed": log.read_text().strip().splitlines()[-1]}
+            found = {"failed": last_line(log)}
         elif code != 0:
-            raise SystemExit(f"{' '.join(command)}: exit {code}, see {log}")
+            raise SystemExit(f"{shlex.join(command)}: exit {code}, see {log}: {last_line(log)}")
         else:
             found = json.loads((folder / "history.json").read_text())["runs"][0]
         self.runs.add(shlex.join(options), found)

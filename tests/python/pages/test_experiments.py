@@ -4,10 +4,13 @@ tests write."""
 import importlib
 import itertools
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -153,9 +156,98 @@ def test_plots_of_linear_models_show_the_figures_of_their_tables(experiments):
 
 def test_missing_data_is_named(tmp_path):
     done = run(tmp_path / "nowhere", tmp_path, "midx_items")
-    assert done.returncode == 0
+    assert done.returncode == 1
     assert done.stdout.count("left out, since") == 3 and "amazon_beauty/Beauty.txt" in done.stdout
     assert not list(tmp_path.glob("*.json"))
+
+
+def test_files_that_a_data_set_lacks_are_named(tmp_path):
+    (tmp_path / "gowalla").mkdir()
+    (tmp_path / "gowalla/train.txt").write_text("0 1 2\n")
+    done = run(tmp_path, tmp_path, "midx_items", "--parts", "gowalla")
+    assert done.returncode == 1
+    assert "has no gowalla/valid.txt, gowalla/test.txt" in done.stdout
+
+
+def test_a_part_that_fails_does_not_end_the_study(experiments, monkeypatch, tmp_path, capsys):
+    records, made = tmp_path / "records", []
+
+    def call(command):
+        made.append(command)
+        if len(made) == 1:
+            raise experiments.Failed("exit 7")
+        (records / "midx_ablation.time.json").write_text("{}")
+
+    (tmp_path / "ptb").mkdir()
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"ptb/ptb.{split}.txt").write_text("a b\n")
+    monkeypatch.setattr(experiments, "call", call)
+    monkeypatch.setattr(sys, "argv", [
+        "experiments.py", "midx_ablation", "--data",
+        str(tmp_path), "--records",
+        str(records), "--out",
+        str(tmp_path / "out")
+    ])
+    with pytest.raises(SystemExit) as ended:
+        experiments.main()
+    assert ended.value.code == 1 and len(made) == 2
+    printed = capsys.readouterr().out
+    assert "midx_ablation.ptb: exit 7" in printed and "midx_ablation.time.json" in printed
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_study_with_a_line(data, tmp_path):
+    """The signal goes to all processes, as from a terminal."""
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/experiments.py"), "midx_items", "--parts", "beauty", "--data",
+        str(data), "--out",
+        str(tmp_path / "out"), "--records",
+        str(tmp_path)
+    ]
+    study = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                             start_new_session=True)
+    deadline = time.monotonic() + 100
+    while not any(log.stat().st_size for log in tmp_path.glob("out/*/*/*/log.txt")):
+        assert time.monotonic() < deadline and study.poll() is None
+        time.sleep(0.1)
+    os.killpg(study.pid, signal.SIGINT)
+    _, errors = study.communicate(timeout=100)
+    assert study.returncode == 1
+    assert errors.splitlines()[-1] == "interrupted: the same command goes on from here"
+    assert "Traceback" not in errors
+
+
+def test_finished_runs_are_those_of_the_same_options(experiments, tmp_path):
+    Runs = importlib.import_module("common.runs").Runs
+    path = tmp_path / "runs.jsonl"
+    Runs(path, ["ptb", "0123"], 1).add("exact", {"cost": 1})
+    with open(path, "a") as file:
+        file.write('{"run": "torn')
+    again = Runs(path, ["ptb", "0123"], 1)
+    assert again.get("exact") == {"cost": 1} and path.read_text().endswith("torn")
+    assert Runs(path, ["ptb", "4567"], 1).get("exact") is None
+    again.add("midx", {"cost": 2})
+    assert Runs(path, ["ptb", "0123"], 1).get("midx") == {"cost": 2}
+    path.write_text("{}\nnot JSON\n")
+    with pytest.raises(SystemExit, match="runs.jsonl, line 1: expected "):
+        Runs(path, ["ptb", "0123"], 1)
+
+
+def test_other_data_of_the_same_name_has_its_own_runs(experiments, tmp_path):
+    study, fingerprints = importlib.import_module("common.study"), set()
+    for folder, text in (("one", "a b c\n"), ("two", "a b d\n")):
+        (tmp_path / folder / "ptb").mkdir(parents=True)
+        for split in ("train", "valid", "test"):
+            (tmp_path / folder / f"ptb/ptb.{split}.txt").write_text(text * 100)
+        args = study.make_parser("", "language_model", epochs=4, search_epochs=1).parse_args(
+            ["--data", str(tmp_path / folder / "ptb"), "--out",
+             str(tmp_path)])
+        args.options = []
+        *options, fingerprint = study.Study("language_model", args, [], len).runs.options
+        assert options[:2] == ["--data", "ptb"]
+        fingerprints.add(fingerprint)
+    assert len(fingerprints) == 2
 
 
 def test_studies_are_listed_and_wrong_names_refused(experiments, tmp_path):
@@ -171,6 +263,8 @@ def test_studies_are_listed_and_wrong_names_refused(experiments, tmp_path):
 def test_the_command_of_a_record_repeats_it(experiments, monkeypatch, tmp_path):
     argv = ["midx_words", "--parts", "ptb", "--budget", "60", "--data", str(tmp_path / "data")]
     (tmp_path / "data/ptb").mkdir(parents=True)
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"data/ptb/ptb.{split}.txt").touch()
     record = tmp_path / "records/midx_words.ptb.json"
 
     def call(given):
@@ -185,7 +279,7 @@ def test_the_command_of_a_record_repeats_it(experiments, monkeypatch, tmp_path):
          str(tmp_path / "out")])
     experiments.main()
     found = json.loads(record.read_text())
-    assert found["study"] == "make experiments NAME=midx_words DATA=FOLDER PARTS=ptb BUDGET=60"
+    assert found["study"] == "make experiments NAME=midx_words PARTS=ptb DATA=FOLDER BUDGET=60"
     assert found["budget"] == "60 minutes: 0.1 of the study's epochs"
     assert found["question"] == experiments.STUDIES["midx_words"].question
 
