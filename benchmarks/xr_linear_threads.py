@@ -2,10 +2,10 @@
 machine has.
 
     python benchmarks/xr_linear_threads.py [--gowalla FOLDER] [--threads 1 2] [--repeats 5]
-                                           [--json [FILE]]
+                                           [--scale 1] [--json [FILE]]
 
 Training consists of label vectors (PIFA), tree and layers. Numbers of threads take turns; times are
-medians. The generated set has 60,000 examples, 60,000 features and 30,000 labels.
+medians. The generated set has 60,000 examples, 60,000 features and 30,000 labels, times --scale.
 
 The simulation assigns the measured task times of a run on one thread to 1 to 64 threads, in the
 same order: an idle thread takes the next task. Time outside tasks is counted as serial, although
@@ -49,8 +49,10 @@ class Recorder:
         setattr(torch.ops.xsoftmax, self.name, self.op)
 
 
-def generated() -> tuple:
-    parts = extreme_data.generated(60_000, 10_000, 60_000, 30_000, 3, 100, seed=0)
+def generated(scale: float) -> tuple:
+    train, test, features, labels = (round(scale * size)
+                                     for size in (60_000, 10_000, 60_000, 30_000))
+    parts = extreme_data.generated(train, test, features, labels, 3, 100, seed=0)
     return (*parts["train"], parts["test"][0])
 
 
@@ -182,11 +184,12 @@ def main() -> None:
     parser.add_argument("--gowalla", type=Path, help="the folder of train.txt and test.txt")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="1 and others")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1, help="of the generated set's sizes")
     add_json(parser)
     args = parser.parse_args()
     if 1 not in args.threads or max(args.threads) == 1:
         parser.error(f"--threads: expected 1 and others, got {args.threads}")
-    sets = {"generated": generated
+    sets = {"generated": lambda: generated(args.scale)
             } | ({"Gowalla": lambda: gowalla(args.gowalla)} if args.gowalla else {})
     measured = {name: measure(args, name, *make()) for name, make in sets.items()}
     simulated = {name: simulate_training(*results) for name, results in measured.items()}
