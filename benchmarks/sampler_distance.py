@@ -26,7 +26,8 @@ from common.records import add_json, plot, report, table
 from common.study import ROOT
 
 from examples.common.losses import build_sampler
-from examples.language_model import compare_samplers
+from examples.common.training import load_run
+from examples.language_model import compare_samplers, train
 
 SAMPLERS = ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx")
 
@@ -87,7 +88,7 @@ def main() -> None:
     add_json(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    run, corpus = compare_samplers.load_run(checkpoint_of(args))
+    run, corpus = load_run(checkpoint_of(args), train)
     queries, target = compare_samplers.hidden_states(run, batches=1)
     linear, classes = run.loss.linear, len(corpus.counts)
     ranks = sorted({round(classes**(i / 99)) for i in range(100)})

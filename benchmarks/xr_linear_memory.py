@@ -80,7 +80,7 @@ def main() -> None:
     } for row in steps]
     model_bytes = steps[2]["result bytes"]
     report(
-        args, __doc__, question="How much memory does a model of 670,091 labels take?",
+        args, __doc__, question="How much memory does the training of very many labels take?",
         against="no baseline", tables=[
             table(rows, f"{X.shape[0]} examples of {examples / 1e9:.2f} GB, {labels} labels"),
             table([{"figure": "examples and peak of training", "value": f"{peak / 1e9:.2f} GB"},

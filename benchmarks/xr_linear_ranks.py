@@ -113,7 +113,7 @@ def main() -> None:
         **{name: f"{row[name]:.3f}" if "/" in name else f"{row[name]:.2f} s"
            for name in columns}
     } for row in rows]
-    report(args, __doc__, question="How much faster do two ranks train an extreme multi-label "
+    report(args, __doc__, question="How much faster do several ranks train an extreme multi-label "
            "model?", against="one process of one thread", tables=[table(texts)], figures=rows)
 
 

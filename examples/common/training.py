@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Callable
 
 import torch
@@ -355,6 +356,22 @@ def load_checkpoint(path: Path, fingerprint: int, args: argparse.Namespace,
     if trained_on != fingerprint:
         raise UsageError(f"--resume: {data} is not what the checkpoint was trained on")
     return runs
+
+
+def load_run(path: Path, program: ModuleType, device: str = "cpu") -> tuple[Any, Any]:
+    """Returns the run of a checkpoint that `program`, a train.py, wrote, and its data. Of several
+    losses it is the last."""
+    arguments, fingerprint, runs = read_checkpoint(path, "--checkpoint")
+    # options that did not exist when the checkpoint was written get their defaults
+    saved = argparse.Namespace(**vars(program.parse_arguments([])) | arguments)
+    saved.device = device
+    data = program.load_data(saved)
+    if fingerprint != data.fingerprint:
+        raise UsageError(f"--checkpoint: {data.name} is not what {path} was trained on")
+    name = list(runs)[-1]
+    run = program.Run(name, data, saved)
+    run.load_state_dict(runs[name])
+    return run, data
 
 
 def plain(args: argparse.Namespace) -> dict:

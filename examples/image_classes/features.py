@@ -20,9 +20,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.common.arguments import positive, report_errors
-from examples.common.training import read_checkpoint
-from examples.image_classes import data
-from examples.image_classes.train import Run, load_data, parse_arguments
+from examples.common.training import load_run
+from examples.image_classes import data, train
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -30,7 +29,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--checkpoint", type=Path, required=True, help="checkpoint written by "
-        "train.py; the first of several losses is used")
+        "train.py; of several losses, the last is used")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument(
         "--copies", type=positive(int), default=1, help="number of distorted "
@@ -40,7 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 @torch.no_grad()
-def features(run: Run, part: data.Part, distorted: bool) -> tuple[Tensor, Tensor]:
+def features(run: train.Run, part: data.Part, distorted: bool) -> tuple[Tensor, Tensor]:
     run.encoder.eval()
     rows = []
     for images in tqdm(part.images.split(256), disable=None):
@@ -51,19 +50,12 @@ def features(run: Run, part: data.Part, distorted: bool) -> tuple[Tensor, Tensor
 
 
 def write(args: argparse.Namespace) -> int:
-    saved, _, states = read_checkpoint(args.checkpoint, "--checkpoint")
-    options = parse_arguments([])
-    vars(options).update(saved)
-    options.device = str(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    dataset = load_data(options)
-    name = next(iter(states))
-    run = Run(name, dataset, options)
-    run.encoder.load_state_dict(states[name]["encoder"])
-    torch.manual_seed(options.seed)
+    run, _ = load_run(args.checkpoint, train, "cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(run.args.seed)
     found = {}
     for split, copies in (("train", args.copies), ("valid", 1), ("test", 1)):
         parts = [
-            features(run, run.parts[split], split == "train" and not options.no_distortion)
+            features(run, run.parts[split], split == "train" and not run.args.no_distortion)
             for _ in range(copies)
         ]
         found[split] = {

@@ -23,9 +23,8 @@ from examples.common.arguments import positive, report_errors
 from examples.common.errors import UsageError
 from examples.common.losses import SAMPLERS, build_sampler
 from examples.common.report import drawing, markdown, write_text
-from examples.common.training import read_checkpoint
-from examples.language_model import data
-from examples.language_model.train import Run, load_data, parse_arguments as parse_train_arguments
+from examples.common.training import load_run
+from examples.language_model import data, train
 
 QUERY_BLOCK = 256  # number of queries whose probabilities [queries, words] are in memory at once
 
@@ -63,25 +62,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def load_run(path: Path) -> tuple[Run, data.Corpus]:
-    """Loads the model of a checkpoint (that of the last loss, if there are several) and its
-    text."""
-    arguments, fingerprint, runs = read_checkpoint(path, "--checkpoint")
-    # options that did not exist when the checkpoint was written get their defaults
-    saved = argparse.Namespace(**vars(parse_train_arguments([])) | arguments)
-    corpus = load_data(saved)
-    saved.device = "cpu"
-    if fingerprint != corpus.fingerprint:
-        raise UsageError(f"--checkpoint: the text of {corpus.name} is not the one that {path} was "
-                         "trained on")
-    name = list(runs)[-1]
-    run = Run(name, corpus, saved)
-    run.load_state_dict(runs[name])
-    return run, corpus
-
-
 @torch.no_grad()
-def hidden_states(run: Run, batches: int) -> tuple[Tensor, Tensor]:
+def hidden_states(run: train.Run, batches: int) -> tuple[Tensor, Tensor]:
     """Returns queries [Q, D] and their words [Q] from the first batches of the validation text."""
     run.encoder.eval()
     parts, state = [], []
@@ -102,7 +84,7 @@ def mean_probability(log_prob, queries: Tensor) -> Tensor:
 
 
 def compare(args: argparse.Namespace) -> int:
-    run, corpus = load_run(args.checkpoint)
+    run, corpus = load_run(args.checkpoint, train)
     if not isinstance(run.loss, xs.LinearLoss):
         raise UsageError("--checkpoint: expected a model whose words have rows of their own, got "
                          f"one of {type(run.loss).__name__}")
