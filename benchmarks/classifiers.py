@@ -203,10 +203,10 @@ def fit(problem: Problem, make: Callable[[], torch.nn.Module], lr: float, epochs
     for _ in range(epochs):
         loss.train()
         start = time.perf_counter()
-        for some in torch.randperm(len(y)).split(BATCH)[:len(y) // BATCH]:
+        for batch in torch.randperm(len(y)).split(BATCH)[:len(y) // BATCH]:
             optimizer.param_groups[0]["lr"] = lr * (0.5 + 0.5 * math.cos(math.pi * steps / total))
             optimizer.zero_grad(set_to_none=True)
-            loss(x[some], y[some]).backward()
+            loss(x[batch], y[batch]).backward()
             optimizer.step()
             steps += 1
         seconds += time.perf_counter() - start

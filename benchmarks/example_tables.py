@@ -148,12 +148,12 @@ def main() -> None:
         command[command.index("--threads") + 1]
         for command in commands if "--threads" in command
     }
-    shown, tables = over_seeds(commands, found) if args.mean else (commands, found)
-    if args.names and len(args.names) != len(shown):
-        parser.error(f"--names: expected one for each of {len(shown)} commands, got "
+    labelled, tables = over_seeds(commands, found) if args.mean else (commands, found)
+    if args.names and len(args.names) != len(labelled):
+        parser.error(f"--names: expected one for each of {len(labelled)} commands, got "
                      f"{len(args.names)}")
     first_column = "run" if args.names else "options"
-    names = args.names or (differences(shown) if len(shown) > 1 else [])
+    names = args.names or (differences(labelled) if len(labelled) > 1 else [])
     rows = [({first_column: names[number]} if names else {}) | dict(zip(columns, row))
             for number, (columns, several, _) in enumerate(tables) for row in several]
     known = list(dict.fromkeys(column for row in rows for column in row))

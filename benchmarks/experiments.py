@@ -228,10 +228,10 @@ def call(command: list[str]) -> None:
 
 def command_of(name: str, parts: list[Part], args: argparse.Namespace) -> str:
     """Returns the command that repeats the records of these parts of a study."""
-    some = " ".join(part.name for part in parts)
+    names = " ".join(part.name for part in parts)
     return " ".join([
         f"make experiments NAME={name}",
-        *([f"PARTS={shlex.quote(some)}"] if len(parts) < len(STUDIES[name].parts) else []),
+        *([f"PARTS={shlex.quote(names)}"] if len(parts) < len(STUDIES[name].parts) else []),
         *(["DATA=FOLDER"] if any(part.data() for part in parts) else []),
         *(["RIVALS=FOLDER"] if args.rivals and any(part.rivals for part in parts) else []),
         *([f"BUDGET={args.budget:g}"] if args.budget else [])

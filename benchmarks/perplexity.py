@@ -100,8 +100,8 @@ ROUTED = {"exact": EXACT, "60 of 100 subsets": cane("routed", 60)} | {
 # Learned codebooks, with 20 private samples (Chen et al., 2025, Table 5, Figure 3). A later option
 # replaces MIDX's.
 LEARNABLE = {"exact": EXACT} | {
-    f"20 private {kind}{shown}": [*sampled(kind, "20", 0, *RANKING), *more]
-    for shown, more in (("", ()), (", 8 codewords", ("--codewords", "8")))
+    f"20 private {kind}{suffix}": [*sampled(kind, "20", 0, *RANKING), *more]
+    for suffix, more in (("", ()), (", 8 codewords", ("--codewords", "8")))
     for kind in ("midx_pq", "midx_learnable_pq", "midx", "midx_learnable")
 }
 

@@ -87,10 +87,10 @@ def measure(args, loss, queries):
     runs = methods(args, loss)
     held_out = queries[BATCH:BATCH + 2048]
     want = runs["xsoftmax, certified"][2](held_out)
-    shown = queries[:BATCH]
-    exact = (shown.double() @ loss.linear.weight.detach().double().T).topk(K).indices
-    assert torch.equal(exact,
-                       runs["xsoftmax, certified"][2](shown)), "certified search is not exact"
+    batch_queries = queries[:BATCH]
+    exact = (batch_queries.double() @ loss.linear.weight.detach().double().T).topk(K).indices
+    assert torch.equal(
+        exact, runs["xsoftmax, certified"][2](batch_queries)), "certified search is not exact"
     results = {
         name: {
             "family": family, "setting": setting,
@@ -104,8 +104,9 @@ def measure(args, loss, queries):
         return lambda: [run(query) for query in one]
 
     clock = time.process_time if args.threads == 1 else time.perf_counter
-    batch = interleave({name: lambda run=run: run(shown)
-                        for name, (_, _, run) in runs.items()}, args.repeats, 1, clock)
+    batch = interleave(
+        {name: lambda run=run: run(batch_queries)
+         for name, (_, _, run) in runs.items()}, args.repeats, 1, clock)
     single = interleave({name: each(run)
                          for name, (_, _, run) in runs.items()}, args.repeats, 1, clock)
     for name, found in results.items():

@@ -85,8 +85,8 @@ def gowalla(folder: Path):
     shape = max(*users, *test_users) + 1, max(*items, *test_items) + 1
     counts, Y = ones(users, items, shape), ones(test_users, test_items, shape)
     Y.data[:] = 1
-    some = np.asarray(Y.sum(1)).ravel() > 0
-    return tf_idf(counts)[some], Y[some]
+    tested = np.asarray(Y.sum(1)).ravel() > 0
+    return tf_idf(counts)[tested], Y[tested]
 
 
 def novels(path: Path):
@@ -133,7 +133,7 @@ def generated(train: int, test: int, features: int, labels: int, labels_each: fl
         return random.permutation(size)[np.minimum(
             np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(draws)), size - 1)]
 
-    own = zipf(features, (labels, 30))
+    features_of_label = zipf(features, (labels, 30))
     n = train + test
     counts = np.maximum(random.poisson(labels_each, n), 1)
     rows = np.repeat(np.arange(n), counts)
@@ -141,7 +141,7 @@ def generated(train: int, test: int, features: int, labels: int, labels_each: fl
     Y.data[:] = 1
     mine = Y.indptr[:-1, None] + (random.random(
         (n, features_each // 2)) * np.diff(Y.indptr)[:, None]).astype(int)
-    chosen = own[Y.indices[mine], random.integers(0, 30, mine.shape)]
+    chosen = features_of_label[Y.indices[mine], random.integers(0, 30, mine.shape)]
     others = zipf(features, (n, features_each - features_each // 2))
     columns = np.hstack([chosen, others])
     X = tf_idf(ones(np.repeat(np.arange(n), columns.shape[1]), columns.ravel(), (n, features)))

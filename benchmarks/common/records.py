@@ -144,14 +144,14 @@ def report(args: argparse.Namespace, doc: str, *, question: str, against: str, t
         print_table([dict(zip(one["columns"], row)) for row in one["rows"]], one["columns"])
 
 
-def shown_words(given: list[str]) -> list[str]:
+def shown_words(arguments: list[str]) -> list[str]:
     """Returns a command as a user would type it: without --json, and with file names instead of
     absolute paths."""
-    words, given = [], list(given)
-    while given:
-        word, *given = given
+    words, left = [], list(arguments)
+    while left:
+        word, *left = left
         if word == "--json":
-            given = given[1:] if given and not given[0].startswith("--") else given
+            left = left[1:] if left and not left[0].startswith("--") else left
         elif not word.startswith("--json="):
             words.append(Path(word).name if word.startswith("/") else word)
     return words

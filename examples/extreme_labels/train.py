@@ -201,8 +201,8 @@ class Neural:
         for step in bar:
             if step % epoch_steps == 0:
                 rows = self.order.permutation(len(target))
-            some = rows[step % epoch_steps * args.batch_size:][:args.batch_size]
-            loss = self.matcher(self.encode(input[some]), target[some].to(args.device))
+            batch_rows = rows[step % epoch_steps * args.batch_size:][:args.batch_size]
+            loss = self.matcher(self.encode(input[batch_rows]), target[batch_rows].to(args.device))
             optimizer.zero_grad()
             loss.backward()
             xs.clip_grad_norm_(parameters, 10.0)

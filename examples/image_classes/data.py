@@ -149,19 +149,19 @@ def glyphs(size: int, max_classes: int | None = None) -> Dataset:
 
     folder = Path(get_data_path()) / "fonts" / "ttf"
     paths = [folder / f"{name}.ttf" for name in FONTS if (folder / f"{name}.ttf").is_file()]
-    held = [set(FT2Font(str(path)).get_charmap()) for path in paths]
+    characters = [set(FT2Font(str(path)).get_charmap()) for path in paths]
     fonts = [ImageFont.truetype(str(path), round(0.7 * size)) for path in paths]
     codes = [
-        code for code in sorted(held[0])
-        if sum(code in some
-               for some in held) >= 8 and chr(code).isprintable() and not chr(code).isspace()
+        code for code in sorted(characters[0]) if sum(
+            code in known
+            for known in characters) >= 8 and chr(code).isprintable() and not chr(code).isspace()
     ]
     seen: set[bytes] = set()
     classes, images, labels = [], [], []
     for code in tqdm(codes, desc="drawing", disable=None):
         drawn = []
-        for font, some in zip(fonts, held):
-            if code in some:
+        for font, known in zip(fonts, characters):
+            if code in known:
                 image = Image.new("L", (size, size))
                 ImageDraw.Draw(image).text((size / 2, size / 2), chr(code), fill=255, font=font,
                                            anchor="mm")
@@ -180,13 +180,13 @@ def glyphs(size: int, max_classes: int | None = None) -> Dataset:
     parts = {}
     for split, seed in (("valid", 1), ("test", 2)):
         generator = torch.Generator().manual_seed(seed)
-        some = torch.randperm(len(train),
+        rows = torch.randperm(len(train),
                               generator=generator)[:len(train) // (4 if split == "valid" else 1)]
         distorted = [
             distort(part.float(), generator).round().to(torch.uint8)
-            for part in train.images[some].split(1024)
+            for part in train.images[rows].split(1024)
         ]
-        parts[split] = Part(torch.cat(distorted), train.labels[some])
+        parts[split] = Part(torch.cat(distorted), train.labels[rows])
     return Dataset("glyphs", classes, train, **parts)
 
 

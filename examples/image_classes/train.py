@@ -96,9 +96,9 @@ class Run(training.Run):
             generator = torch.Generator().manual_seed(self.args.seed +
                                                       self.steps // self.epoch_steps)
             self.order = torch.randperm(len(self.parts["train"]), generator=generator)
-        some = self.order[position * self.args.batch_size:][:self.args.batch_size]
-        images, labels = self.parts["train"].images[some].float(
-        ) / 255, self.parts["train"].labels[some]
+        rows = self.order[position * self.args.batch_size:][:self.args.batch_size]
+        images, labels = self.parts["train"].images[rows].float(
+        ) / 255, self.parts["train"].labels[rows]
         if not self.args.no_distortion:
             images = data.distort(images)
         features = self.encoder(images.to(self.device))
@@ -107,20 +107,21 @@ class Run(training.Run):
 
     def accuracy(self, split: str, interrupt: Interrupt) -> dict | None:
         part, k = self.parts[split], 5
-        found, held = [], []
+        found, candidates = [], []
         images = part.images.split(256)
         for i in self.batches(len(images), split, interrupt):
             hidden = self.encoder(images[i].to(self.device).float() / 255)
             found.append(self.loss.topk(hidden, min(k, self.loss.num_classes))[1].cpu())
             if isinstance(self.loss, xs.BeamTreeLoss):
-                held.append(self.loss.candidates(hidden).cpu())
+                candidates.append(self.loss.candidates(hidden).cpu())
         if interrupt.seen:
             return None
         hits = torch.cat(found) == part.labels.unsqueeze(1)
         return {
             f"{split}_accuracy": hits[:, 0].double().mean().item(),
             f"{split}_top5": hits.any(1).double().mean().item(),
-            f"{split}_coverage": xs.metrics.coverage(torch.cat(held), part.labels) if held else None
+            f"{split}_coverage": xs.metrics.coverage(torch.cat(candidates), part.labels)
+            if candidates else None
         }
 
     def measure(self, interrupt: Interrupt) -> dict | None:

@@ -187,10 +187,11 @@ def expected_recall(scores: Tensor, target: Tensor, items_of_row: Tensor, query:
         items_of_row: int64 [C], the number of items of each row.
         query, left_out: rows of other items that are excluded from the ranking of `query`.
     """
-    own = scores.gather(1, target.unsqueeze(1))
+    target_score = scores.gather(1, target.unsqueeze(1))
     items_of_row = items_of_row.float()  # sums are exact below 2^24
-    above, equal = (scores > own).float() @ items_of_row, (scores == own).float() @ items_of_row
-    theirs, mine = scores[query, left_out], own[query, 0]
+    above, equal = (scores > target_score).float() @ items_of_row, (
+        scores == target_score).float() @ items_of_row
+    theirs, mine = scores[query, left_out], target_score[query, 0]
     above -= torch.bincount(query[theirs > mine], minlength=len(target))
     equal -= torch.bincount(query[theirs == mine], minlength=len(target))
     return ((PLACES - above) / equal).clamp(0, 1)
@@ -223,20 +224,20 @@ def follow(name: str, rows: list[list[int]], args: argparse.Namespace, seed: int
     recalls, parts = [], stream.order.split(args.batch_size)
     for action in tqdm(parts, desc=name, unit="batch", disable=not sys.stderr.isatty(),
                        leave=False):
-        asked = action[action > stream.first[action]]  # nothing is known before the first action
-        recall = torch.zeros(len(asked))
-        can_be_found = seen[stream.items[asked]]
+        ranked = action[action > stream.first[action]]  # nothing is known before the first action
+        recall = torch.zeros(len(ranked))
+        can_be_found = seen[stream.items[ranked]]
         if can_be_found.any():
-            recall[can_be_found] = rank(model, table, stream, asked[can_be_found], seen,
+            recall[can_be_found] = rank(model, table, stream, ranked[can_be_found], seen,
                                         args.history)
         recalls.append(recall)
         seen[stream.items[action]] = True
         table.rows(stream.raw[stream.items[action]])
-        if len(asked) > 0:
-            recent = stream.before(asked, args.history)
+        if len(ranked) > 0:
+            recent = stream.before(ranked, args.history)
             hidden = model.hidden(table.find(stream.raw[recent.items]), recent.lengths)
             optimizer.zero_grad()
-            model.loss(hidden, table.find(stream.raw[stream.items[asked]])).backward()
+            model.loss(hidden, table.find(stream.raw[stream.items[ranked]])).backward()
             optimizer.step()
     quarters = [torch.cat(recalls[len(parts) * i // 4:len(parts) * (i + 1) // 4]) for i in range(4)]
     return {

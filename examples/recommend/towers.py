@@ -87,15 +87,15 @@ class Pairs:
 def rank(towers: Towers, queries: data.Queries, history: int) -> dict[str, float]:
     """Computes NDCG@10 and Recall@10 of the ranking of all items except those the user has."""
     every = towers.all_items()
-    asked = ((queries.truth.lengths > 0) & (queries.known.lengths > 0)).nonzero().squeeze(1)
+    users = ((queries.truth.lengths > 0) & (queries.known.lengths > 0)).nonzero().squeeze(1)
     found = []
-    for part in asked.split(512):
+    for part in users.split(512):
         known = queries.known.select(part)
         recent = known.select(torch.arange(len(known)), history)
         scores = towers.users(recent.items, recent.lengths) @ every.T
         scores[known.rows(), known.items] = -math.inf
         found.append(scores.topk(min(PLACES, scores.shape[1]))[1])
-    predictions, truth = torch.cat(found), queries.truth.select(asked).split()
+    predictions, truth = torch.cat(found), queries.truth.select(users).split()
     return {
         "NDCG@10": xs.metrics.ndcg_at_k(predictions, truth, PLACES),
         "Recall@10": xs.metrics.recall_at_k(predictions, truth, PLACES)

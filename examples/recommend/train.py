@@ -155,12 +155,12 @@ class Run(training.Run):
 
     def ranking(self, split: str, interrupt: Interrupt) -> dict | None:
         queries = self.queries[split]
-        asked = (queries.truth.lengths > 0).nonzero().squeeze(1)
+        chosen = (queries.truth.lengths > 0).nonzero().squeeze(1)
         # Group users with about the same number of items: the more items a user has, the more must
         # be ranked so that k new ones remain.
-        asked = asked[queries.known.lengths[asked].argsort(stable=True)]
-        parts = asked.split(256)
-        found = torch.zeros(len(asked), max(PLACES), dtype=torch.int64)
+        chosen = chosen[queries.known.lengths[chosen].argsort(stable=True)]
+        parts = chosen.split(256)
+        found = torch.zeros(len(chosen), max(PLACES), dtype=torch.int64)
         for i in self.batches(len(parts), split, interrupt):
             known, mine = queries.known.select(parts[i]), self.ranks.rows(len(parts[i]))
             seen = 0 if self.args.rank_seen else int(known.lengths.max())  # the same on all ranks
@@ -171,7 +171,7 @@ class Run(training.Run):
                                                        seen)[:mine.stop - mine.start]
         if interrupt.seen:
             return None
-        predictions, truth = self.ranks.sum(found), queries.truth.select(asked).split()
+        predictions, truth = self.ranks.sum(found), queries.truth.select(chosen).split()
         return {
             f"{split}_{name}@{k}": metric(predictions, truth, k)
             for name, metric in METRICS.items()

@@ -119,9 +119,9 @@ def train(name: str, dataset: data.Dataset, args: argparse.Namespace, lr: float,
     limit = math.inf if args.max_minutes is None else 60 * args.max_minutes
     best, state, evaluations = {}, {}, 0
     # the same users in all runs
-    asked = torch.randperm(len(dataset.valid.known),
+    users = torch.randperm(len(dataset.valid.known),
                            generator=torch.Generator().manual_seed(0))[:args.validate]
-    valid = data.Queries(dataset.valid.known.select(asked), dataset.valid.truth.select(asked))
+    valid = data.Queries(dataset.valid.known.select(users), dataset.valid.truth.select(users))
     bar = tqdm(desc=f"{name}, {lr}", unit="step", disable=not sys.stderr.isatty(), leave=False)
     while evaluations < args.evaluations:
         for known, lengths, target in pairs.batches(args.batch_size, random):
