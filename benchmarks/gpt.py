@@ -79,7 +79,7 @@ def advice(args: argparse.Namespace) -> list[dict]:
                       hidden().detach().float(), targets, counts=text.counts, seconds=60,
                       model_ms=1e3 * seconds)
     return [{
-        "xs.advise": row.name, "ms a step": f"{row.ms:.0f}", "bias": f"{row.bias:.3f}",
+        "xs.advise": row.name, "ms per step": f"{row.ms:.0f}", "bias": f"{row.bias:.3f}",
         "noise": f"{row.noise:.2f}", "error": f"{row.error:.3f}"
     } for row in found.rows]
 
@@ -112,7 +112,7 @@ def main() -> None:
             for mark, point in zip(marks, points)
         }
         rows.append({
-            "output layer": name, "ms a step": f"{1e3 * run['train_seconds'] / run['steps']:.0f}",
+            "output layer": name, "ms per step": f"{1e3 * run['train_seconds'] / run['steps']:.0f}",
             "tokens": f"{run['tokens']:,}", **losses, "test": f"{run['test_loss']:.3f}",
             "time to the first's loss": f"{reached / goal['seconds']:.2f}"
             if reached else "not reached"

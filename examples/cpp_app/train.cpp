@@ -169,7 +169,7 @@ void run(const Options& options) {
                      .mean()
                      .item<double>();
   std::printf(
-      "\n%.1f ms a step; the likeliest word has the right topic for %.1f %% of the held-out "
+      "\n%.1f ms per step; the likeliest word has the right topic for %.1f %% of the held-out "
       "words\n",
       1000 * seconds / options.steps, 100 * right);
 }

@@ -52,7 +52,7 @@ class Advice:
         return self.rows[0]
 
     def _table(self) -> Iterator[Tuple[str, ...]]:
-        yield "", "loss", "ms a step", "bias", "noise", "error", "gradient"
+        yield "", "loss", "ms per step", "bias", "noise", "error", "gradient"
         for place, row in enumerate(self.rows, 1):
             ms = ("" if row.draws else "~") + f"{row.ms:.3g}"
             yield (str(place), row.name, ms, f"{row.bias:.3f}", f"{row.noise:.3f}",
