@@ -111,7 +111,7 @@ STUDIES = {
                "--checkpoint {out}/model.ckpt --output {out}/vgg",
                "examples/image_classes/features.py --checkpoint {out}/model.ckpt --output "
                "{out}/features.pt", CLASSIFIERS + "--features {out}/features.pt --lr "
-               "0.0003 0.001 0.003 0.01 0.03 0.1 0.3")))),
+               "0.0003 0.001 0.003 0.01 0.03 0.1 0.3"), ("vw",)))),
     "cane_words": Study(
         f"{CANE}, section 7.2, Figure 3",
         "Does CANE train a language model better than NCE and BlackOut with as many words?",
