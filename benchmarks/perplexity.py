@@ -26,14 +26,10 @@ import statistics
 
 from common.records import plot
 from common.runs import interruptible
-from common.study import EXACT, MIDX, RANKING, Study, cane, chosen, make_parser, parse, sampled
+from common.study import (EXACT, MIDX, PAPER_SAMPLERS, RANKING, Study, cane, chosen, make_parser,
+                          parse, private, sampled)
 
 from examples.common.report import mean_and_error
-
-PRIVATE = {
-    kind: ("--private",) if kind in ("uniform", "unigram") else ()
-    for kind in ("midx", "midx_pq", "lsh", "sphere", "rff", "unigram", "uniform")
-}
 
 # The samplers of the paper's table, with its loss and with "ranking"; candidates for defaults.
 TABLE = {
@@ -43,9 +39,9 @@ TABLE = {
     "head 64 + 64 shared unigram + 20 private midx, ranking": sampled("unigram midx", "64 20", 64,
                                                                       *RANKING)
 }
-for kind, more in PRIVATE.items():
-    TABLE[f"20 private {kind}"] = sampled(kind, "20", 0, *more)
-    TABLE[f"20 private {kind}, ranking"] = sampled(kind, "20", 0, *more, *RANKING)
+for sampler in reversed(PAPER_SAMPLERS):
+    TABLE[f"20 private {sampler}"] = private(sampler, 20)
+    TABLE[f"20 private {sampler}, ranking"] = private(sampler, 20, *RANKING)
 TABLE["512 shared unigram, head 512"] = sampled("unigram", "512", 512)
 
 
@@ -112,8 +108,8 @@ ABLATION = {"exact": EXACT} | {
     for kind in ("midx_pq", "midx")
     for count in (8, 16, 32, 64, 128)
 } | {
-    f"{count} {kind}": sampled(kind, str(count), 0, *more, *RANKING)
-    for kind, more in PRIVATE.items()
+    f"{count} {sampler}": private(sampler, count, *RANKING)
+    for sampler in PAPER_SAMPLERS
     for count in (5, 10, 20, 50, 100)
 } | {
     f"20 midx, refreshed every {steps} steps": [

@@ -16,21 +16,17 @@ import statistics
 
 from common.records import plot
 from common.runs import interruptible
-from common.study import EXACT, RANKING, Study, chosen, make_parser, parse, sampled
+from common.study import (EXACT, PAPER_SAMPLERS, RANKING, Study, chosen, make_parser, parse,
+                          private, sampled)
 
 from examples.common.report import mean_and_error
 from examples.recommend.train import FIGURES
 
 METHODS = {
     "full": EXACT,
-    "64 private uniform": sampled("uniform", "64", 0, "--private"),
-    "64 private unigram": sampled("unigram", "64", 0, "--private"),
-    "64 private lsh": sampled("lsh", "64"),
-    "64 private sphere": sampled("sphere", "64"),
-    "64 private rff": sampled("rff", "64"),
-    "64 private midx_pq": sampled("midx_pq", "64"),
-    "64 private midx": sampled("midx", "64"),
-    "64 private midx, ranking": sampled("midx", "64", 0, *RANKING),
+    **{f"64 private {sampler}": private(sampler, 64)
+       for sampler in PAPER_SAMPLERS},
+    "64 private midx, ranking": private("midx", 64, *RANKING),
     "512 shared uniform": sampled("uniform", "512"),
     "512 shared unigram": sampled("unigram", "512"),
 }

@@ -30,6 +30,7 @@ import xsoftmax as xs
 from common.extreme_data import SHAPES, delicious, float_rows, generated, split
 from common.records import add_json, plot, report, table
 from common.runs import Runs, checksum, interruptible
+from common.study import PAPER_SAMPLERS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 
@@ -37,7 +38,7 @@ from examples.common.losses import build_sampler
 from examples.common.report import mean_and_error
 
 BATCH, WIDTH, SHAPE = 128, 128, "eurlex-4k-like"
-METHODS = ("full", "uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx")
+METHODS = ("full", *PAPER_SAMPLERS)
 
 
 @dataclass

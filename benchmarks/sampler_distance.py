@@ -23,13 +23,11 @@ from torch import Tensor
 
 import xsoftmax as xs
 from common.records import add_json, plot, report, table
-from common.study import ROOT
+from common.study import PAPER_SAMPLERS, ROOT
 
 from examples.common.losses import build_sampler
 from examples.common.training import load_run
 from examples.language_model import compare_samplers, train
-
-SAMPLERS = ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx")
 
 
 def checkpoint_of(args: argparse.Namespace) -> Path:
@@ -100,7 +98,7 @@ def main() -> None:
     with torch.no_grad():
         curves = {"softmax": shares(compare_samplers.mean_probability(run.loss.log_prob, queries))}
         rows = []
-        for kind in SAMPLERS:
+        for kind in PAPER_SAMPLERS:
             torch.manual_seed(0)
             options = argparse.Namespace(codewords=args.codewords, distinct=False, refresh_every=0)
             sampler = build_sampler(options, kind, corpus.counts, linear.in_features, args.samples,

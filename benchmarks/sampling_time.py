@@ -17,10 +17,10 @@ import torch
 
 import xsoftmax as xs
 from common.records import add_json, plot, report, table
+from common.study import PAPER_SAMPLERS
 from common.timing import interleave
 
 WIDTH = 64
-KINDS = ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx")
 MOST_EXACT = 1 << 30  # scores
 
 
@@ -42,7 +42,7 @@ def measure(classes: int, args: argparse.Namespace) -> tuple[dict[str, float], d
     centres = torch.randn(100, WIDTH)
     weight = (centres[torch.randint(100, (classes,))] + 0.5 * torch.randn(classes, WIDTH)) / 8
     queries = torch.randn(args.queries, WIDTH)
-    samplers = {kind: make(kind, classes, args.samples) for kind in KINDS}
+    samplers = {kind: make(kind, classes, args.samples) for kind in PAPER_SAMPLERS}
     refreshes = {}
     for kind, sampler in samplers.items():
         sampler.refresh(weight)
@@ -73,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     found = {classes: measure(classes, args) for classes in args.classes}
-    names = [*KINDS, "exact"]
+    names = [*PAPER_SAMPLERS, "exact"]
     rows = [{"sampler": name} | {
         f"{classes:,} classes": f"{1e3 * draws[name]:.2f} ms"
         for classes, (draws, _) in found.items() if name in draws

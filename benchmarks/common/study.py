@@ -33,6 +33,15 @@ RANKING = ("--estimator", "ranking")
 # cheap compared with an encoder; the proposal is closer to the softmax than with 64 and 500
 MIDX = ("--codewords", "256", "--refresh-every", "100")
 
+# The samplers that Chen et al. (2025) compare; midx has the residual, midx_pq the product quantiser.
+PAPER_SAMPLERS = ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx")
+
+
+def private(sampler: str, samples: int, *more: str) -> list[str]:
+    """Returns the options of a sampler that draws for each query."""
+    static = ("--private",) if sampler in ("uniform", "unigram") else ()
+    return sampled(sampler, str(samples), 0, *static, *more)
+
 
 def sampled(sampler: str, samples: str, head: int = 0, *more: str) -> list[str]:
     options = [
