@@ -39,7 +39,7 @@ from torch import Tensor
 
 import xsoftmax as xs
 from common.extreme_data import read_delicious
-from common.records import add_json, plot, report, table
+from common.records import add_json, plot, report, shown_rate, table
 from common.runs import Runs, checksum, interruptible
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
@@ -337,7 +337,9 @@ class Trainings:
             part: [run[part] for run in several]
             for part in ("test", "top5", "coverage") if part in found[best]
         }
-        return {"method": name, "learning rate": f"{best.lr:g}"} | found[best] | figures
+        return {"method": name, "learning rate": shown_rate(best.lr, {one.lr
+                                                                      for one in found})
+                } | found[best] | figures
 
 
 def percent(row: dict, part: str) -> str:

@@ -24,7 +24,7 @@ import math
 import re
 import statistics
 
-from common.records import plot
+from common.records import plot, shown_rate
 from common.runs import interruptible
 from common.study import (EXACT, MIDX, PAPER_SAMPLERS, RANKING, Study, cane, chosen, make_parser,
                           parse, private, sampled)
@@ -134,7 +134,7 @@ def table(study: Study, methods: dict[str, list[str]]) -> tuple[list[dict], dict
             continue
         test = [run["test_perplexity"] for run in several]
         row = {
-            "method": name, "learning rate": f"{lr:g}",
+            "method": name, "learning rate": shown_rate(lr, study.args.rates),
             "valid": mean_and_error([study.cost(run) for run in several],
                                     1), "test": mean_and_error(test, 1)
         }

@@ -14,7 +14,7 @@ all runs.
 
 import statistics
 
-from common.records import plot
+from common.records import plot, shown_rate
 from common.runs import interruptible
 from common.study import (EXACT, PAPER_SAMPLERS, RANKING, Study, chosen, make_parser, parse,
                           private, sampled)
@@ -45,7 +45,7 @@ def table(study: Study, methods: dict[str, list[str]]) -> tuple[list[dict], dict
         full = mean if name == "full" else full
         curves[name] = [(point["epoch"], point["valid_NDCG@10"]) for point in several[0]["points"]]
         rows.append({
-            "method": name, "learning rate": f"{lr:g}",
+            "method": name, "learning rate": shown_rate(lr, study.args.rates),
             "best epoch": f"{statistics.mean(run['best_epoch'] for run in several):.3g}"
         }
                     | {figure: mean_and_error(values)

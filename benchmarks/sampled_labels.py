@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import xsoftmax as xs
 from common.extreme_data import SHAPES, delicious, float_rows, generated, split
-from common.records import add_json, plot, report, table
+from common.records import add_json, plot, report, shown_rate, table
 from common.runs import Runs, checksum, interruptible
 from common.study import PAPER_SAMPLERS
 
@@ -174,7 +174,7 @@ def main() -> None:
         full = found if method == "full" else full
         ratio = {name: sum(found[name]) / sum(full[name]) for name in found} if full else {}
         ratios[method] = [(int(name[2:]), value) for name, value in ratio.items()]  # P@1, P@3, ...
-        rows.append({"sampler": method, "learning rate": f"{lr:g}"}
+        rows.append({"sampler": method, "learning rate": shown_rate(lr, finalists)}
                     | {name: mean_and_error(values)
                        for name, values in found.items()}
                     | {f"{name} / full": f"{value:.3f}"

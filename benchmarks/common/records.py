@@ -15,7 +15,7 @@ import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Collection
 
 import torch
 
@@ -79,6 +79,13 @@ def table(rows: list[dict], title: str = "", columns: list[str] | None = None) -
         "title": title, "columns": columns,
         "rows": [[plain_numbers(str(row.get(column, ""))) for column in columns] for row in rows]
     }
+
+
+def shown_rate(rate: float, tried: Collection[float]) -> str:
+    """Formats the best of several learning rates. An end of the range is marked, because a rate
+    beyond it may be better."""
+    ends = {min(tried): " (lowest)", max(tried): " (highest)"} if len(tried) > 1 else {}
+    return f"{rate:g}{ends.get(rate, '')}"
 
 
 def plot(x: str, y: str, curves: dict[str, list[tuple[float, float]]], log: str = "",

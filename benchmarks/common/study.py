@@ -33,7 +33,8 @@ RANKING = ("--estimator", "ranking")
 # cheap compared with an encoder; the proposal is closer to the softmax than with 64 and 500
 MIDX = ("--codewords", "256", "--refresh-every", "100")
 
-# The samplers that Chen et al. (2025) compare; midx has the residual, midx_pq the product quantiser.
+# The samplers that Chen et al. (2025) compare. midx has the residual quantiser, midx_pq the product
+# quantiser.
 PAPER_SAMPLERS = ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx")
 
 

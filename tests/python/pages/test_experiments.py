@@ -239,6 +239,13 @@ def test_ctrl_c_ends_a_study_with_a_line(data, tmp_path):
     assert "Traceback" not in errors
 
 
+def test_a_learning_rate_at_an_end_of_the_range_is_marked(experiments):
+    shown_rate = importlib.import_module("common.records").shown_rate
+    assert [shown_rate(rate, (.1, .3, .03))
+            for rate in (.03, .1, .3)] == ["0.03 (lowest)", "0.1", "0.3 (highest)"]
+    assert shown_rate(.004, [.004]) == "0.004"
+
+
 def test_finished_runs_are_those_of_the_same_options(experiments, tmp_path):
     Runs = importlib.import_module("common.runs").Runs
     path = tmp_path / "runs.jsonl"
