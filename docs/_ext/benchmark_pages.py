@@ -188,6 +188,10 @@ def shown(record: dict, columns: list[str] | None = None, tables: list[int] | No
             parts.append(
                 f"*{runs['count']} trainings of {runs['date'][0]} to {runs['date'][-1]}, at "
                 f"commits {', '.join(runs['commit'])}.*")
+    cells = {cell.partition(" ")[2] for one in chosen for row in one["rows"] for cell in row}
+    if not bare and cells & {"(lowest)", "(highest)"}:
+        parts.append("*Lowest, highest: of the learning rates that were trained to the end. One "
+                     "beyond it may be better.*")
     for one in chosen:
         wanted = [name for name in columns if name in one["columns"]] if columns else one["columns"]
         at = [one["columns"].index(name) for name in wanted]
