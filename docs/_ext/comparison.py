@@ -24,6 +24,21 @@ def split(text: str, separator: str) -> list[str]:
     return [part.strip() for part in text.split(separator)]
 
 
+def cells(row: str, sources: list[tuple[dict, str]]) -> list[str]:
+    """Returns the cells of a row in these columns of records; empty ones where a record has no such
+    row, which one of them must have."""
+    found, errors = [], []
+    for record, column in sources:
+        try:
+            found.append(benchmark_pages.cell_of(record, row, column))
+        except ValueError as error:
+            found.append("")
+            errors.append(error)
+    if len(errors) == len(sources):
+        raise errors[0]
+    return found
+
+
 def comparison(text: str, records: dict[str, dict]) -> str:
     """
     Returns the table as Markdown.
@@ -33,19 +48,17 @@ def comparison(text: str, records: dict[str, dict]) -> str:
         records: by file name.
     """
     columns, rows = (block.splitlines() for block in text.strip().split("\n\n"))
-    heads, *sources = zip(*(split(f"{line}=", "=")[:2] for line in columns))
-    found = []
+    heads, sources = zip(*(split(f"{line}=", "=")[:2] for line in columns))
+    ours = [(records[name], column)
+            for name, column in (split(source, ":") for source in sources if source)]
+    table = []
     for line in rows:
         label, row, *typed = split(line, "|")
-        if len(typed) != sources[0][1:].count(""):
+        if len(typed) != sources[1:].count(""):
             raise ValueError(f"expected a cell for each column without a record, got {line!r}")
-        cells = iter(typed)
-        found.append([
-            label,
-            *(benchmark_pages.cell_of(records[name], row, column) if column else next(cells)
-              for name, column in (split(f"{source}:", ":")[:2] for source in sources[0][1:]))
-        ])
-    return benchmark_pages.table({"title": "", "columns": heads, "rows": found})
+        left, found = iter(typed), iter(cells(row, ours))
+        table.append([label, *(next(found if source else left) for source in sources[1:])])
+    return benchmark_pages.table({"title": "", "columns": heads, "rows": table})
 
 
 class Comparison(SphinxDirective):
