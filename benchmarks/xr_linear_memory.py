@@ -13,8 +13,8 @@ import time
 
 import torch
 
-from common import extreme_data
 import xsoftmax as xs
+from common import extreme_data
 from common.records import add_json, report, table
 from common.timing import PeakMemory
 

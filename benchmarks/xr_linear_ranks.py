@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from common import extreme_data
 import xsoftmax as xs
+from common import extreme_data
 from common.records import add_json, report, table
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from common import extreme_data
 import xsoftmax as xs
+from common import extreme_data
 from common.records import add_json, plot, report, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`

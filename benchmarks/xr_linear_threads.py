@@ -24,8 +24,8 @@ from typing import Iterator
 import numpy as np
 import torch
 
-from common import extreme_data
 import xsoftmax as xs
+from common import extreme_data
 from common.records import add_json, plot, report, table
 
 SIMULATED = (1, 2, 4, 8, 15, 32, 64)

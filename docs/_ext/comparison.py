@@ -14,6 +14,7 @@ label, the row of the records, and the cells of the other columns.
 """
 
 from pathlib import Path
+from typing import Callable
 
 from sphinx.util.docutils import SphinxDirective
 
@@ -39,17 +40,17 @@ def cells(row: str, sources: list[tuple[dict, str]]) -> list[str]:
     return found
 
 
-def comparison(text: str, records: dict[str, dict]) -> str:
+def comparison(text: str, read: Callable[[str], dict]) -> str:
     """
     Returns the table as Markdown.
 
     Args:
         text: the content of the directive.
-        records: by file name.
+        read: returns the record of a file name.
     """
     columns, rows = (block.splitlines() for block in text.strip().split("\n\n"))
     heads, sources = zip(*(split(f"{line}=", "=")[:2] for line in columns))
-    ours = [(records[name], column)
+    ours = [(read(name), column)
             for name, column in (split(source, ":") for source in sources if source)]
     table = []
     for line in rows:
@@ -66,12 +67,14 @@ class Comparison(SphinxDirective):
 
     def run(self):
         folder = Path(self.env.doc2path(self.env.docname)).parent
-        records = {path.name: benchmark_pages.read(path) for path in folder.glob("*.json")}
-        for name in records:
+
+        def read(name: str) -> dict:
             self.env.note_dependency(str(folder / name))
+            return benchmark_pages.read(folder / name)
+
         try:
-            text = comparison("\n".join(self.content), records)
-        except (KeyError, ValueError) as error:
+            text = comparison("\n".join(self.content), read)
+        except (OSError, ValueError) as error:
             raise self.error(str(error)) from None
         return self.parse_text_to_nodes(text)
 

@@ -242,13 +242,13 @@ class Run:
         if not self.finished:
             # resumed with a larger budget, so the final weights are not evaluated yet
             self.test = None
+        interrupt.look()
+        if self.due and not interrupt.seen:
+            self.evaluate(interrupt)  # a previous run was interrupted in it
         eval_seconds = 60 * self.args.eval_minutes if self.args.eval_minutes else math.inf
         evaluated = self.points[-1]["train_seconds"] if self.points else 0.0
         steps = math.ceil(self.args.epochs * self.epoch_steps)
         bar = tqdm(total=steps, initial=self.steps, desc=self.name, unit="step", disable=self.quiet)
-        interrupt.look()
-        if self.due and not interrupt.seen:
-            self.evaluate(interrupt)  # a previous run was interrupted in it
         while not self.finished and not interrupt.seen:
             start = time.perf_counter()
             self.step()

@@ -257,9 +257,10 @@ def test_finished_runs_are_those_of_the_same_options(experiments, tmp_path):
     assert Runs(path, ["ptb", "4567"], 1).get("exact") is None
     again.add("midx", {"cost": 2})
     assert Runs(path, ["ptb", "0123"], 1).get("midx") == {"cost": 2}
-    path.write_text("{}\nnot JSON\n")
-    with pytest.raises(SystemExit, match="runs.jsonl, line 1: expected "):
-        Runs(path, ["ptb", "0123"], 1)
+    for number, text in ((1, "{}\n"), (2, '{"run": "a", "options": []}\nnot JSON\n')):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match=f"runs.jsonl, line {number}: expected "):
+            Runs(path, ["ptb", "0123"], 1)
 
 
 def test_other_data_of_the_same_name_has_its_own_runs(experiments, tmp_path):
