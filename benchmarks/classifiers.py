@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Callable
 
@@ -40,7 +41,7 @@ from torch import Tensor
 import xsoftmax as xs
 from common.extreme_data import read_delicious
 from common.records import add_json, plot, report, shown_rate, table
-from common.runs import Runs, checksum, interruptible
+from common.runs import Runs, checksum, interruptible, long_trainings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 
@@ -327,11 +328,8 @@ class Trainings:
                 for lr in args.vw_lr
             ]
             search, epochs, seeds = 1, args.vw_epochs, 1
-        if len(settings) > args.finalists:
-            short = {one: self.train(name, one, search)["valid"] for one in settings}
-            settings = sorted(settings, key=lambda one: -short[one])[:args.finalists]
-        found = {one: self.train(name, one, epochs) for one in settings}
-        best = max(found, key=lambda one: found[one]["valid"])
+        found = long_trainings(settings, partial(self.train, name), args.finalists, search, epochs)
+        best = next(iter(found))
         several = [self.train(name, best, epochs, seed) for seed in range(seeds)]
         figures = {
             part: [run[part] for run in several]

@@ -19,6 +19,7 @@ import math
 import sys
 import types
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 import xsoftmax as xs
 from common.extreme_data import SHAPES, delicious, float_rows, generated, split
 from common.records import add_json, plot, report, shown_rate, table
-from common.runs import Runs, checksum, interruptible
+from common.runs import Runs, checksum, interruptible, long_trainings
 from common.study import PAPER_SAMPLERS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
@@ -166,9 +167,9 @@ def main() -> None:
 
     rows, ratios, full = [], {}, None
     for method in args.only:
-        short = {lr: train(method, lr, args.search_epochs)["valid"] for lr in args.lr}
-        finalists = sorted(args.lr, key=lambda lr: -short[lr])[:3]
-        lr = max(finalists, key=lambda lr: train(method, lr, args.epochs)["valid"])
+        finalists = long_trainings(args.lr, partial(train, method), 3, args.search_epochs,
+                                   args.epochs)
+        lr = next(iter(finalists))
         several = [train(method, lr, args.epochs, seed) for seed in range(1, 1 + args.seeds)]
         found = {name: [run[name] for run in several] for name in several[0] if name != "valid"}
         full = found if method == "full" else full

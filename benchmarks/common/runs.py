@@ -7,11 +7,12 @@ import threading
 import zlib
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Sequence, TypeVar
 
 from common.records import commit
 from common.timing import machine
 
+S = TypeVar("S")  # the setting of a training, as a learning rate
 INTERRUPTED = 130  # 128 + SIGINT, the exit code of a program that Ctrl-C has ended
 
 
@@ -26,6 +27,20 @@ def interruptible(main: Callable[[], None]) -> None:
 def checksum(path: str | Path) -> str:
     """Returns a checksum of a data file, for the options of its runs."""
     return f"{zlib.crc32(Path(path).read_bytes()):08x}"
+
+
+def long_trainings(settings: Sequence[S], train: Callable[[S, int], dict], finalists: int,
+                   search_epochs: int, epochs: int) -> dict[S, dict]:
+    """Trains the settings for search_epochs, if there are more than `finalists`, and the best of
+    them for `epochs`. Returns the results of the latter, the best first. The best have the highest
+    "valid"."""
+    def trained(settings: Sequence[S], epochs: int) -> dict[S, dict]:
+        found = {setting: train(setting, epochs) for setting in settings}
+        return dict(sorted(found.items(), key=lambda item: -item[1]["valid"]))
+
+    if len(settings) > finalists:
+        settings = list(trained(settings, search_epochs))[:finalists]
+    return trained(settings, epochs)
 
 
 class Runs:
