@@ -190,22 +190,25 @@ def methods(problem: Problem, seed: int = 0) -> dict[str, Callable[[], torch.nn.
 
 
 def fit(problem: Problem, make: Callable[[], torch.nn.Module], lr: float, epochs: int,
-        seed: int = 0) -> dict:
-    """Returns the results of one run, with a cosine learning rate schedule."""
+        seed: int = 0, optimizer_name: str = "row_adam") -> dict:
+    """Returns the results of one run, by RowAdam with a cosine learning rate schedule, or by SGD
+    with a constant rate."""
     torch.manual_seed(seed)
     loss = make()
     if isinstance(loss, xs.SampledSoftmaxLoss):
         # All sampled losses start at a uniform distribution, so that NCE has log Z = 0.
         torch.nn.init.zeros_(loss.linear.weight)
         torch.nn.init.constant_(loss.linear.bias, -math.log(problem.classes))
-    optimizer = xs.optim.RowAdam(loss.parameters(), lr=lr)
+    constant = optimizer_name == "sgd"
+    optimizer = (torch.optim.SGD if constant else xs.optim.RowAdam)(loss.parameters(), lr=lr)
     x, y, steps, seconds, curve = problem.x["train"], problem.y["train"], 0, 0.0, []
     total = epochs * (len(y) // BATCH)
     for _ in range(epochs):
         loss.train()
         start = time.perf_counter()
         for batch in torch.randperm(len(y)).split(BATCH)[:len(y) // BATCH]:
-            optimizer.param_groups[0]["lr"] = lr * (0.5 + 0.5 * math.cos(math.pi * steps / total))
+            share = 1.0 if constant else 0.5 + 0.5 * math.cos(math.pi * steps / total)
+            optimizer.param_groups[0]["lr"] = lr * share
             optimizer.zero_grad(set_to_none=True)
             loss(x[batch], y[batch]).backward()
             optimizer.step()
@@ -303,12 +306,15 @@ class Trainings:
 
     def train(self, name: str, setting: Setting, epochs: int, seed: int = 0) -> dict:
         words = [name, f"lr {setting.lr:g}", f"{epochs} epochs", f"seed {seed}", setting.options]
+        if self.args.optimizer == "sgd" and name not in VOWPAL:
+            words.append("SGD")
         run = ", ".join(filter(None, words))
         found = self.runs.get(run)
         if found is None:
             if name not in VOWPAL:
                 found = fit(self.problem,
-                            methods(self.problem, seed)[name], setting.lr, epochs, seed)
+                            methods(self.problem, seed)[name], setting.lr, epochs, seed,
+                            self.args.optimizer)
             elif self.args.vw_python:
                 found = vowpal(self.problem, self.args.vw_python, setting.options, setting.lr,
                                epochs)
@@ -367,6 +373,8 @@ def parse_arguments() -> argparse.Namespace:
         "--seeds", type=int, default=1, help="number of long runs of each method, except "
         "Vowpal Wabbit's (default: "
         "%(default)s)")
+    parser.add_argument("--optimizer", choices=["row_adam", "sgd"], default="row_adam",
+                        help="sgd: with a constant rate (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="METHOD")
     parser.add_argument("--vw-python")
     parser.add_argument("--vw-lr", type=float, nargs="+", default=[0.1, 0.5, 2.0])

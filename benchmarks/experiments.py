@@ -78,11 +78,12 @@ class Study:
 
 CANE, MIDX = "Han et al. (2018)", "Chen et al. (2025)"
 PECOS, PARABEL = "Yu et al. (2022)", "Lu et al. (2019)"
+CLASSES = "benchmarks/classifiers.py --runs {runs} --threads 1 --seeds 3 "
 # Train most of the rates to the end, because short trainings favour high rates.
-CLASSES = ("benchmarks/classifiers.py --runs {runs} --threads 1 --seeds 3 --finalists 6 "
-           "--epochs {n:30} ")
-CLASSIFIERS = CLASSES + "--search-epochs {n:3} "
-GAUSSIANS = CLASSES + "--gaussians 10000 --search-epochs {n:9} "
+MANY_RATES = CLASSES + "--finalists 6 --epochs {n:30} "
+CLASSIFIERS = MANY_RATES + "--search-epochs {n:3} "
+GAUSSIANS = MANY_RATES + "--gaussians 10000 --search-epochs {n:9} "
+ALOI = "benchmarks/classifiers.py --write-aloi-like {out}/aloi.txt"
 LANGUAGE = "benchmarks/perplexity.py "
 SMALL = " -- --width 128 --layers 1 --dropout 0.2"
 KEPT = "--out {out} --runs {runs} --jobs 1 "
@@ -101,9 +102,14 @@ STUDIES = {
         f"{CANE}, Tables 1 to 3, Figure 2", "Is CANE as accurate as the softmax over all classes?",
         (Part("delicious", 90, (CLASSIFIERS + "--delicious {delicious}",), ("vw",)),
          Part("aloi_like", 60,
-              ("benchmarks/classifiers.py --write-aloi-like {out}/aloi.txt",
-               CLASSIFIERS + "--libsvm {out}/aloi.txt --lr 0.001 0.003 0.01 0.03 0.1 "
+              (ALOI, CLASSIFIERS + "--libsvm {out}/aloi.txt --lr 0.001 0.003 0.01 0.03 0.1 "
                "0.3 1"), ("vw",)),
+         Part(
+             "sgd", 90,
+             (ALOI, CLASSES + "--optimizer sgd --finalists 3 --epochs {n:50} --search-epochs {n:2} "
+              "--libsvm {out}/aloi.txt --lr 10 30 100 300 --only softmax NCE-10 BlackOut-10 "
+              "'CANE 9v1, edges as in the paper' 'CANE 5v5, edges as in the paper' "
+              "'CANE 1v9, edges as in the paper'")),
          Part("gaussians", 300,
               (GAUSSIANS + "--lr 0.00003 0.0001 0.0003 0.001 0.003 0.01 0.03 0.1 0.3",), ("vw",)),
          Part("omniglot", 240,

@@ -4,13 +4,15 @@
     sampler
     LSTM, paper
     LSTM, here = midx_words.ptb.json: test / exact
+    LSTM, "ranking" = midx_words.ptb.json: test / exact: {}, ranking
 
-    MIDX-rq | 20 private midx, ranking | 1.08
-    MIDX-pq | 20 private midx_pq, ranking | 1.11
+    MIDX-rq | 20 private midx | 1.08
+    MIDX-pq | 20 private midx_pq | 1.11
     ```
 
-First the columns, each on a line; `= RECORD: COLUMN` takes the cells of a record. Then the rows: a
-label, the row of the records, and the cells of the other columns.
+First the columns, each on a line; `= RECORD: COLUMN` takes the cells of a record, `= RECORD:
+COLUMN: {}, ranking` those of the rows whose name has such an end. Then the rows: a label, the row
+of the records, and the cells of the other columns.
 """
 
 from pathlib import Path
@@ -25,13 +27,13 @@ def split(text: str, separator: str) -> list[str]:
     return [part.strip() for part in text.split(separator)]
 
 
-def cells(row: str, sources: list[tuple[dict, str]]) -> list[str]:
+def cells(row: str, sources: list[tuple[dict, str, str]]) -> list[str]:
     """Returns the cells of a row in these columns of records; empty ones where a record has no such
     row, which one of them must have."""
     found, errors = [], []
-    for record, column in sources:
+    for record, column, pattern in sources:
         try:
-            found.append(benchmark_pages.cell_of(record, row, column))
+            found.append(benchmark_pages.cell_of(record, pattern.format(row), column))
         except ValueError as error:
             found.append("")
             errors.append(error)
@@ -50,8 +52,9 @@ def comparison(text: str, read: Callable[[str], dict]) -> str:
     """
     columns, rows = (block.splitlines() for block in text.strip().split("\n\n"))
     heads, sources = zip(*(split(f"{line}=", "=")[:2] for line in columns))
-    ours = [(read(name), column)
-            for name, column in (split(source, ":") for source in sources if source)]
+    ours = [(read(name), column, pattern)
+            for name, column, pattern in (split(f"{source}:{{}}", ":")[:3]
+                                          for source in sources if source)]
     table = []
     for line in rows:
         label, row, *typed = split(line, "|")
