@@ -301,8 +301,11 @@ class Trainings:
         file = args.delicious or args.libsvm or args.features
         self.runs = Runs(args.runs, [problem.name, *([checksum(file)] if file else [])],
                          args.threads)
-        kept = any(name.startswith(tuple(VOWPAL)) for name in self.runs.lines)
-        self.methods = [*methods(problem), *(VOWPAL if args.vw_python or kept else ())]
+        rivals = [
+            name for name in VOWPAL
+            if args.vw_python or any(run.startswith(name) for run in self.runs.lines)
+        ]
+        self.methods = [*methods(problem), *rivals]
 
     def train(self, name: str, setting: Setting, epochs: int, seed: int = 0) -> dict:
         words = [name, f"lr {setting.lr:g}", f"{epochs} epochs", f"seed {seed}", setting.options]

@@ -23,8 +23,7 @@ release = version = xsoftmax.__version__
 extensions = [
     "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon",
     "sphinx.ext.viewcode", "breathe", "sphinx_copybutton", "sphinx_design", "benchmark_pages",
-    "command_line", "notebooks", "operators", "overview", "paper_page", "comparison",
-    "record_directive"
+    "command_line", "notebooks", "operators", "overview", "paper_page", "record_directive"
 ]
 exclude_patterns = ["_ext", "_templates", "requirements.txt", "README.md"]
 templates_path = ["_templates"]

@@ -15,10 +15,7 @@ COLUMN: {}, ranking` those of the rows whose name has such an end. Then the rows
 of the records, and the cells of the other columns.
 """
 
-from pathlib import Path
 from typing import Callable
-
-from sphinx.util.docutils import SphinxDirective
 
 import benchmark_pages
 
@@ -63,25 +60,3 @@ def comparison(text: str, read: Callable[[str], dict]) -> str:
         left, found = iter(typed), iter(cells(row, ours))
         table.append([label, *(next(found if source else left) for source in sources[1:])])
     return benchmark_pages.table({"title": "", "columns": heads, "rows": table})
-
-
-class Comparison(SphinxDirective):
-    has_content = True
-
-    def run(self):
-        folder = Path(self.env.doc2path(self.env.docname)).parent
-
-        def read(name: str) -> dict:
-            self.env.note_dependency(str(folder / name))
-            return benchmark_pages.read(folder / name)
-
-        try:
-            text = comparison("\n".join(self.content), read)
-        except (OSError, ValueError) as error:
-            raise self.error(str(error)) from None
-        return self.parse_text_to_nodes(text)
-
-
-def setup(app) -> dict:
-    app.add_directive("comparison", Comparison)
-    return {"parallel_read_safe": True}

@@ -4,6 +4,8 @@ in benchmarks/.
     ```{record} stream.json
     :columns: rows of, Recall@10
     ```
+
+`{comparison}` shows cells of records beside figures of a paper, see comparison.py.
 """
 
 from pathlib import Path
@@ -12,6 +14,7 @@ from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxDirective
 
 import benchmark_pages
+import comparison
 
 
 def in_words(plot: dict) -> str:
@@ -41,6 +44,24 @@ class Record(SphinxDirective):
         return self.parse_text_to_nodes(text)
 
 
+class Comparison(SphinxDirective):
+    has_content = True
+
+    def run(self):
+        folder = Path(self.env.doc2path(self.env.docname)).parent
+
+        def read(name: str) -> dict:
+            self.env.note_dependency(str(folder / name))
+            return benchmark_pages.read(folder / name)
+
+        try:
+            text = comparison.comparison("\n".join(self.content), read)
+        except (OSError, ValueError) as error:
+            raise self.error(str(error)) from None
+        return self.parse_text_to_nodes(text)
+
+
 def setup(app) -> dict:
     app.add_directive("record", Record)
+    app.add_directive("comparison", Comparison)
     return {"parallel_read_safe": True}

@@ -101,6 +101,32 @@ def test_wrapped_commands_of_records_are_valid_shell(records):
     assert ":::{dropdown} The 3 commands" in pages.commands({"command": "one\ntwo\nthree"})
 
 
+def test_comparisons_take_cells_of_records(records):
+    comparison = importlib.import_module("comparison").comparison
+    record = {
+        "command": "words.py", "tables": [{
+            "title": "", "columns": ["method", "ratio"], "rows": [["unigram", "1.6"],
+                                                                  ["unigram, ranking", "1.1"],
+                                                                  ["midx", "1.2"]]
+        }]
+    }
+    text = """sampler
+paper
+here = words.json: ratio
+ranking = words.json: ratio: {}, ranking
+
+1-gram | unigram | 1.3
+MIDX | midx | 1.0
+"""
+    lines = comparison(text, {"words.json": record}.__getitem__).splitlines()
+    assert lines[0] == "| sampler | paper | here | ranking |"
+    assert lines[2:] == ["| 1-gram | 1.3 | 1.6 | 1.1 |", "| MIDX | 1.0 | 1.2 |  |"]
+    with pytest.raises(ValueError, match="expected a row 'sphere' .* in the record of 'words.py'"):
+        comparison(text.replace("| midx |", "| sphere |"), {"words.json": record}.__getitem__)
+    with pytest.raises(ValueError, match="expected a cell for each column without a record"):
+        comparison(text.replace(" | 1.3", ""), {"words.json": record}.__getitem__)
+
+
 @pytest.mark.slow
 def test_tables_of_examples_become_a_record(records, monkeypatch, tmp_path, capsys):
     examples = importlib.import_module("example_tables")
