@@ -92,6 +92,8 @@ TUNED = " --data {ptb} " + TIMED + "--epochs {e:8} --search-epochs {e:1}" + SMAL
 CURVES = " --eval-epochs {e:2}"
 NOVELS = " --data {novels} " + TIMED + "--epochs {e:0.5} --rates .004 --only "
 SHORT = SMALL + " --eval-epochs {e:0.05} --eval-tokens 100000 --min-count "
+SAMPLERS = "".join(f"'20 private {name}, ranking' "
+                   for name in ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx"))
 ITEMS = ("benchmarks/recommend.py " + KEPT + "--epochs {e:20} --search-epochs {e:5} "
          "--seeds 3 --data ")
 LABELS = ("benchmarks/sampled_labels.py --runs {runs} --threads 1 --epochs {n:20} "
@@ -133,9 +135,9 @@ STUDIES = {
         (Part("ptb", 600, (LANGUAGE + "table --seeds 3" + TUNED,)),
          Part("transformer", 600,
               (LANGUAGE + "table --seeds 2" + TUNED + CURVES + " --model transformer",)),
-         Part("novels", 300, (LANGUAGE + "table" + NOVELS + "'20 private midx, ranking' "
-                              "'20 private unigram, ranking' '512 shared unigram, head 512' "
-                              "'head 64 + 64 private midx, ranking'" + SHORT + "5",)))),
+         Part("novels", 300, (LANGUAGE + "table" + NOVELS + SAMPLERS +
+                              "'512 shared unigram, head 512' 'head 64 + 64 private midx, ranking'"
+                              + SHORT + "5",)))),
     "midx_distance": Study(
         f"{MIDX}, Tables 2 and 3, Figures 4 and 5",
         "How far is each sampler's proposal from the softmax?",
