@@ -55,7 +55,7 @@ struct Candidates {
         threshold(queries, -std::numeric_limits<A>::infinity()) {}
 };
 
-// Returns how many classes are compared one by one after one above the threshold was found.
+// Returns how many classes are compared one by one after find_above has found one.
 int64_t run_size(int64_t k) { return std::clamp<int64_t>(k, 8, 64); }
 
 // Returns the number of candidates that a query has room for. They are reduced to the best k when
@@ -79,14 +79,15 @@ class TopKPass {
       BlockScratch scratch(operands_, plan_);
       candidates_[first] = std::make_unique<Candidates<A>>(queries_, capacity_);
       // Visits the classes of all groups of the task in ascending order, see visit_row.
-      for (int64_t i = first; i < plan_.count(); i += plan_.groups) {
-        for (int64_t g = first; g < last && i + g - first < plan_.count(); ++g) {
-          const ClassBlock block = plan_.block(i + g - first);
-          Tensor logits = scratch.logits_buffer(block);
-          multiply(logits, operands_.input, scratch.rows(block).t(),
-                   {.bfloat16 = operands_.rounds});
-          visit_block(softmax_[g], *candidates_[first], data<A>(logits), block);
+      for (int64_t i = first; i < plan_.count(); ++i) {
+        const int64_t group = i % plan_.groups;
+        if (group < first || group >= last) {
+          continue;
         }
+        const ClassBlock block = plan_.block(i);
+        Tensor logits = scratch.logits_buffer(block);
+        multiply(logits, operands_.input, scratch.rows(block).t(), {.bfloat16 = operands_.rounds});
+        visit_block(softmax_[group], *candidates_[first], data<A>(logits), block);
       }
     });
     at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
@@ -226,9 +227,10 @@ TopK linear_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTe
     return {values, indices};
   }
   const LinearOperands operands(input, weight, bias);
-  // Each task has candidates, up to as many tasks as groups.
-  const BlockPlan plan = plan_blocks(queries, weight.size(0), input.size(1), /*saved=*/0,
-                                     queries * (count * 16 + 24), operands.dtype);
+  // Each task has its own candidates; there are at most as many tasks as groups.
+  const BlockPlan plan =
+      plan_blocks(queries, weight.size(0), input.size(1), /*saved=*/0,
+                  queries * (candidate_capacity(count) * 16 + 24), operands.dtype);
   dispatch_sums(operands.dtype, [&](auto zero) {
     using A = decltype(zero);
     TopKPass<A>(operands, plan, options, count)

@@ -2,8 +2,11 @@
 
 #include "op/optional.h"
 
+#include <bit>
+#include <cstdint>
 #include <string_view>
 #include <tuple>
+#include <utility>
 
 namespace xsoftmax {
 
@@ -57,5 +60,43 @@ std::tuple<at::Tensor, at::Tensor> complement_log_count(
     const at::Tensor& inside, const OptionalTensor& inside_count, const at::Tensor& ids,
     const OptionalTensor& log_count, const OptionalTensor& target,
     const OptionalTensor& target_count, std::string_view options);
+
+// For the implementations of the two operators.
+
+/// Checks the arguments and returns the options.
+ComplementOptions check_complement_sample(const at::Tensor& seed, const at::Tensor& inside,
+                                          const OptionalTensor& draws, const at::Tensor& queries,
+                                          std::string_view text);
+ComplementOptions check_complement_log_count(const at::Tensor& inside,
+                                             const OptionalTensor& inside_count,
+                                             const at::Tensor& ids, const OptionalTensor& log_count,
+                                             const OptionalTensor& target,
+                                             const OptionalTensor& target_count,
+                                             std::string_view text);
+
+/// The composites, for any device.
+at::Tensor complement_sample_composite(const at::Tensor& seed, const at::Tensor& inside,
+                                       const OptionalTensor& draws, const at::Tensor& queries,
+                                       std::string_view text);
+std::tuple<at::Tensor, at::Tensor> complement_log_count_composite(
+    const at::Tensor& inside, const OptionalTensor& inside_count, const at::Tensor& ids,
+    const OptionalTensor& log_count, const OptionalTensor& target,
+    const OptionalTensor& target_count, std::string_view text);
+
+/// Returns 1 + f + ... + f^(n - 1) and f^n, by doubling. T: a tensor or a double; `one` is 1 in its
+/// shape.
+template <typename T>
+std::pair<T, T> geometric_sum(const T& f, const T& one, int64_t n) {
+  T sum = one, power = f;
+  for (int bit = int(std::bit_width(uint64_t(n))) - 2; bit >= 0; --bit) {
+    sum = sum * (power + 1.0);
+    power = power * power;
+    if (n >> bit & 1) {
+      sum = sum * f + 1.0;
+      power = power * f;
+    }
+  }
+  return {sum, power};
+}
 
 } // namespace xsoftmax

@@ -27,10 +27,6 @@ class AdaptiveSamplerImpl : public DescribedSamplerImpl {
       const torch::Tensor& weight,
       const std::optional<torch::Tensor>& bias = std::nullopt) override;
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
-  /// Returns "ranking" for private draws with replacement.
-  std::string default_estimator() const override {
-    return shared() || distinct() ? "sampled_softmax" : "ranking";
-  }
   bool follows_table() const override { return true; }
   /// Assigns new classes to the existing codewords, planes or directions, in O(N), reading only the
   /// new rows. Without the rows of new classes, or before the first refresh, all classes are drawn

@@ -181,6 +181,12 @@ class DescribedSamplerImpl : public SamplerImpl {
   void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
                std::optional<at::Generator> generator = std::nullopt) override;
 
+  /// Returns "ranking" for private draws with replacement. Few such draws have large weights, which
+  /// "sampled_softmax" does not withstand.
+  std::string default_estimator() const override {
+    return shared() || distinct() ? "sampled_softmax" : "ranking";
+  }
+
   /// Returns the description that operators take: "kind:number of tensors:options".
   virtual std::string describe() const = 0;
   virtual std::vector<torch::Tensor> state_tensors() const = 0;

@@ -67,9 +67,8 @@ class SampledSoftmaxLoss(CandidateLoss):
         shared: for a sampler given by name: True: one set of samples for the whole batch (one
             matrix product); False: one set per query. None: the sampler's default.
         estimator: how scores become a loss. None selects one that suits the sampler: "ranking" if
-            all samples are private to a query, with replacement, and follow the class table (they
-            are few and close to the softmax, and the optimum of "ranking" is the softmax for any
-            number of them), else "sampled_softmax".
+            all samples are private to a query and with replacement (they are usually few, and the
+            optimum of "ranking" is the softmax for any number of them), else "sampled_softmax".
 
             - "sampled_softmax": the formula above.
             - "ranking": also lowers the target's score by its log expected count, as TensorFlow's

@@ -372,6 +372,12 @@ class DescribedSampler(Sampler):
                                   for name in ("sample", "log_count", "prepare")
                                   if issubclass(cls, DescribedSampler))
 
+    def _select_estimator(self) -> None:
+        """Selects "ranking" for private draws with replacement. Few such draws have large weights,
+        which "sampled_softmax" does not withstand."""
+        if not (self.shared or self.distinct):
+            self.default_estimator = "ranking"
+
     def _describe(self) -> str:
         raise NotImplementedError(f"{type(self).__name__} does not define _describe")
 

@@ -374,9 +374,8 @@ def test_class_weights_of_any_floating_dtype():
 
 
 def test_the_default_estimator_depends_on_the_sampler():
-    """If all draws are private, with replacement and follow the table, the default is "ranking",
-    whose optimum is then the softmax; otherwise "sampled_softmax". An estimator that is named is
-    kept."""
+    """If all draws are private and with replacement, the default is "ranking", whose optimum is
+    then the softmax; otherwise "sampled_softmax". An estimator that is named is kept."""
     counts = torch.arange(50, 0, -1)
     midx = lambda **options: MidxSampler(50, 8, 4, codewords=4, **options)
     for options, want in ((dict(sampler="midx",
@@ -391,9 +390,11 @@ def test_the_default_estimator_depends_on_the_sampler():
                                                 "sampled_softmax"),
                           (dict(sampler="midx", num_samples=4, shared=True),
                            "sampled_softmax"), (dict(sampler="uniform", num_samples=4,
-                                                     shared=False), "sampled_softmax"),
-                          (dict(sampler="midx", num_samples=4,
-                                estimator="sampled_softmax"), "sampled_softmax")):
+                                                     shared=False), "ranking"),
+                          (dict(sampler=UnigramSampler(counts, 8, shared=False, distinct=True)),
+                           "sampled_softmax"), (dict(sampler="midx", num_samples=4,
+                                                     estimator="sampled_softmax"),
+                                                "sampled_softmax")):
         loss = xs.SampledSoftmaxLoss(8, 50, **options)
         assert loss.estimator == want
         assert loss(torch.randn(3, 8), torch.tensor([1, 2, 49])).isfinite()

@@ -245,7 +245,7 @@ def outside(candidates):
     (lambda: ops.complement_log_count(
         torch.zeros(1, 3).long(), None,
         torch.zeros(2, 2).long(), torch.zeros(2, 2), None, None, "num_classes=9"), ValueError,
-     "complement_log_count: expected the counts of a sampler with tries alone"),
+     "complement_log_count: expected inside_count, log_count and target_count if tries is above 0"),
     (lambda: ops.complement_log_count(
         torch.zeros(1, 3).long(), torch.zeros(3),
         torch.zeros(2, 1).long(), torch.zeros(2, 5), None, None,

@@ -283,7 +283,7 @@ def test_state_excluding_and_estimator():
     ).default_estimator == "sampled_softmax"
     ranking = UnionSampler(ScoreSampler(table(), 2), UniformSampler(N, 3, shared=False))
     assert ranking.default_estimator == "ranking" and not ranking.shared
-    assert UnionSampler(UniformSampler(N, 3, shared=False)).default_estimator == "sampled_softmax"
+    assert UnionSampler(UniformSampler(N, 3, shared=False)).default_estimator == "ranking"
 
 
 def test_parts_follow_the_table():
