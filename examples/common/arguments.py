@@ -76,8 +76,7 @@ def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str
         "none with in_batch)")
     loss.add_argument(
         "--estimator", choices=[*torch.ops.xsoftmax.estimator_names(), "complementary_sum"],
-        help="default: ranking with midx, lsh, sphere or rff, else "
-        "sampled_softmax")
+        help="default: ranking with private samples, else sampled_softmax")
 
 
 def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str,
