@@ -74,9 +74,9 @@ def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str
         "--head", type=int, default=head,
         help=f"number of most frequent {classes} that are always scored (default: %(default)s; "
         "none with in_batch)")
-    loss.add_argument(
-        "--estimator", choices=[*torch.ops.xsoftmax.estimator_names(), "complementary_sum"],
-        help="default: ranking with private samples, else sampled_softmax")
+    loss.add_argument("--estimator",
+                      choices=[*torch.ops.xsoftmax.estimator_names(), "complementary_sum"],
+                      help="default: ranking with private samples, else sampled_softmax")
 
 
 def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str,
