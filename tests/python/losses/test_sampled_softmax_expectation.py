@@ -130,7 +130,7 @@ def test_head_and_independent_tail_are_unbiased(big, target):
     q."""
     queries = 20000
     loss = xs.SampledSoftmaxLoss(8, 30, sampler=UniformSampler(30, 40, shared=False), bias=True,
-                                 reduction="none", head_classes=6)
+                                 estimator="sampled_softmax", reduction="none", head_classes=6)
     loss.linear.weight.data, loss.linear.bias.data = big[1], big[2]
     values = loss(big[0].expand(queries, 8), torch.full((queries,), target),
                   torch.Generator().manual_seed(1))

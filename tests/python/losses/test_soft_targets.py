@@ -186,7 +186,7 @@ def test_sampled_normaliser_is_unbiased():
     hits are removed."""
     torch.manual_seed(0)
     loss = xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=12, shared=False,
-                                 reduction="none")
+                                 estimator="sampled_softmax", reduction="none")
     x, target = torch.randn(1, D), torch.tensor([[3, 8, 20]])
     # the loss is log normaliser - score of class 3
     prob = torch.tensor([[1.0, 0.0, 0.0]]) + 1e-12

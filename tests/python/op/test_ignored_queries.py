@@ -19,8 +19,9 @@ LOSSES = {
     "exact": lambda **options: xs.LinearCrossEntropyLoss(D, N, **options),
     "sampled": lambda **options: xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=8, **
                                                        options),
-    "private": lambda **options: xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=8,
-                                                       shared=False, **options),
+    "private": lambda **options: xs.
+    SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=8, shared=False, estimator=
+                       "sampled_softmax", **options),
     "head": lambda **options: xs.SampledSoftmaxLoss(D, N, sampler="log_uniform", num_samples=8,
                                                     head_classes=4, **options),
     "nce": lambda **options: xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=8, estimator
