@@ -106,8 +106,11 @@ class SamplerImpl : public TableBuffers {
   /// the target, as the estimator "complementary_sum" needs. The new sampler takes ownership of
   /// this one.
   virtual std::shared_ptr<SamplerImpl> outside_target();
-  /// Returns the estimator that suits this sampler's draws.
-  virtual std::string default_estimator() const { return "sampled_softmax"; }
+  /// Returns the estimator that suits this sampler's draws: "ranking" for private draws with
+  /// replacement, which are usually few, so that each has a large weight; else "sampled_softmax".
+  virtual std::string default_estimator() const {
+    return shared() || distinct() ? "sampled_softmax" : "ranking";
+  }
   /// Whether the sampler overrides `prepare`. Such a sampler works only with losses that have a
   /// class table.
   virtual bool follows_table() const { return false; }
@@ -181,12 +184,6 @@ class DescribedSamplerImpl : public SamplerImpl {
   void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
                std::optional<at::Generator> generator = std::nullopt) override;
 
-  /// Returns "ranking" for private draws with replacement. Few such draws have large weights, which
-  /// "sampled_softmax" does not withstand.
-  std::string default_estimator() const override {
-    return shared() || distinct() ? "sampled_softmax" : "ranking";
-  }
-
   /// Returns the description that operators take: "kind:number of tensors:options".
   virtual std::string describe() const = 0;
   virtual std::vector<torch::Tensor> state_tensors() const = 0;
@@ -244,6 +241,8 @@ class ComplementSamplerImpl : public SamplerImpl {
   std::shared_ptr<SamplerImpl> outside_target() override {
     return std::static_pointer_cast<SamplerImpl>(shared_from_this());
   }
+  /// Returns "sampled_softmax", since the target is never drawn.
+  std::string default_estimator() const override { return "sampled_softmax"; }
   std::function<void()> plan_growth(int64_t num_classes, const torch::Tensor& rows,
                                     const std::optional<torch::Tensor>& bias) override;
   std::function<void()> plan_resize(int64_t num_classes, const torch::Tensor& rows,

@@ -87,7 +87,6 @@ class AdaptiveSampler(DescribedSampler):
         self._refresh_every, self._update_every = int(values["refresh_every"]), int(
             values.get("update_every", 0))
         self.follows_table = True
-        self._select_estimator()
         # TorchScript only sees attributes of the instance.
         self.family, self.statistics = self._family, self._statistics
         self._kind = f"{self._family}:{len(self._tables)}:"

@@ -67,6 +67,7 @@ class ComplementSampler(DescribedSampler):
             shared=False)
         if sampler is not None:
             sampler._claim("ComplementSampler")
+        self.default_estimator = "sampled_softmax"  # the target is never drawn
         self.sampler = sampler
         self.follows_table = sampler is not None and sampler.follows_table
         self.options = option_text(num_classes=self.num_classes, num_samples=num_samples,

@@ -102,7 +102,9 @@ class Sampler(TableBuffers):
     Attributes:
         has_distinct, has_independent: whether any of its sets is sampled without replacement, or
             with replacement. Both can be True only for a union.
-        default_estimator: the estimator that a loss uses by default with this sampler.
+        default_estimator: the estimator that a loss uses by default with this sampler: "ranking"
+            for private samples with replacement, which are usually few, so that each has a large
+            weight; else "sampled_softmax".
         follows_table: whether it defines :meth:`prepare`. Such a sampler requires a loss with a
             class table.
 
@@ -131,7 +133,7 @@ class Sampler(TableBuffers):
         self.shared = bool(shared)
         self.distinct = bool(distinct)
         self.has_distinct, self.has_independent = self.distinct, not self.distinct
-        self.default_estimator = "sampled_softmax"
+        self.default_estimator = "sampled_softmax" if shared or distinct else "ranking"
         self.follows_table = False
         self._owner = ""
         self._first_query = 0
@@ -371,12 +373,6 @@ class DescribedSampler(Sampler):
                                   for cls in type(self).__mro__
                                   for name in ("sample", "log_count", "prepare")
                                   if issubclass(cls, DescribedSampler))
-
-    def _select_estimator(self) -> None:
-        """Selects "ranking" for private draws with replacement. Few such draws have large weights,
-        which "sampled_softmax" does not withstand."""
-        if not (self.shared or self.distinct):
-            self.default_estimator = "ranking"
 
     def _describe(self) -> str:
         raise NotImplementedError(f"{type(self).__name__} does not define _describe")

@@ -105,7 +105,6 @@ class StaticSampler(DescribedSampler):
         values = read_options(options)
         super().__init__(int(values["num_classes"]), int(values["num_samples"]),
                          shared=values["shared"] == "true", distinct=values["distinct"] == "true")
-        self._select_estimator()
         self.options = options
         # Not in the state dict, because the constructor's arguments determine the tables, and so
         # that a loss has the keys of torch.nn.LinearCrossEntropyLoss. As buffers they move with

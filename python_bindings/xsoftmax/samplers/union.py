@@ -67,9 +67,9 @@ class UnionSampler(DescribedSampler):
                                                       for part in parts), any(part.has_independent
                                                                               for part in parts)
         self._turns: List[int] = [0 if part.shared else 2 if part.distinct else 1 for part in parts]
-        if all(turn == 1 for turn in self._turns) and any(part.default_estimator == "ranking"
-                                                          for part in parts):
-            self.default_estimator = "ranking"
+        ranks = all(turn == 1 for turn in self._turns) and any(part.default_estimator == "ranking"
+                                                               for part in parts)
+        self.default_estimator = "ranking" if ranks else "sampled_softmax"
 
     def _describe(self) -> str:
         descriptions: List[str] = []

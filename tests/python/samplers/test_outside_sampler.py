@@ -52,7 +52,7 @@ def builtin(num_samples, shared=False):
 
 
 WAYS = {
-    "alone": lambda make: xs.SampledSoftmaxLoss(D, N, sampler=make(4), estimator="sampled_softmax"),
+    "alone": lambda make: xs.SampledSoftmaxLoss(D, N, sampler=make(4)),
     "shared": lambda make: xs.SampledSoftmaxLoss(D, N, sampler=make(6, shared=True)),
     "ranking": lambda make: xs.SampledSoftmaxLoss(D, N, sampler=make(
         4), estimator="ranking", bias=True), "union": lambda make: xs.SampledSoftmaxLoss(
