@@ -327,14 +327,14 @@ class SampledSoftmaxLoss : public Holder<SampledSoftmaxLossImpl> {
       : SampledSoftmaxLoss(in_features, num_classes, sampler,
                            with_num_samples(sampling, int64_t(num_samples)), options) {}
   template <std::same_as<LossOptions> Options>
-  SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&,
-                     const Options&) = delete; // expected: SamplingOptions before LossOptions
+  SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, // expected: SamplingOptions first
+                     const Options&) = delete;
   template <std::same_as<LossOptions> Options>
-  SampledSoftmaxLoss(int64_t, int64_t, const std::string&,
-                     const Options&) = delete; // expected: SamplingOptions before LossOptions
+  SampledSoftmaxLoss(int64_t, int64_t, const std::string&, // expected: SamplingOptions first
+                     const Options&) = delete;
   template <std::integral Count>
-  SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, Count,
-                     ...) = delete; // expected: num_samples in the sampler's constructor
+  SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, Count, // expected: sampler alone
+                     ...) = delete; // num_samples is an argument of its constructor
   explicit SampledSoftmaxLoss(...) = delete; // expected: in_features, num_classes, sampler[, ...]
 
  private:
