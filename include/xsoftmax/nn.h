@@ -334,7 +334,7 @@ class SampledSoftmaxLoss : public Holder<SampledSoftmaxLossImpl> {
                      const Options&) = delete;
   template <std::integral Count>
   SampledSoftmaxLoss(int64_t, int64_t, const samplers::Sampler&, Count, // expected: sampler alone
-                     ...) = delete; // num_samples is an argument of its constructor
+                     ...) = delete; // expected: num_samples in its constructor
   explicit SampledSoftmaxLoss(...) = delete; // expected: in_features, num_classes, sampler[, ...]
 
  private:
