@@ -392,6 +392,8 @@ def test_the_default_estimator_depends_on_the_sampler():
                            "sampled_softmax"), (dict(sampler="uniform", num_samples=4,
                                                      shared=False), "ranking"),
                           (dict(sampler=UnigramSampler(counts, 8, shared=False, distinct=True)),
+                           "sampled_softmax"),
+                          (dict(sampler=xs.samplers.ComplementSampler(None, 4, num_classes=50)),
                            "sampled_softmax"), (dict(sampler="midx", num_samples=4,
                                                      estimator="sampled_softmax"),
                                                 "sampled_softmax")):
