@@ -62,24 +62,72 @@ struct Tree : KernelTree {
   Tensor rows_, sums_, order_, place_;
 };
 
-/// Descends the tree for one query. Results for inner nodes are cached until the next query.
+/// What one matrix product computes for all queries of a block. A node or a row costs there about a
+/// tenth of what it costs when a path visits it, so that computing many that no path visits can
+/// pay.
+struct Plan {
+  /// paths: the draws and targets of a query.
+  Plan(const Tree& tree, int64_t paths) {
+    constexpr int64_t kVisit = 10;
+    while (known < tree.leaves && known < 2 * kVisit * paths) {
+      known *= 2;
+    }
+    int64_t levels = 0; // of nodes that paths visit
+    for (int64_t level = known; level < tree.leaves; level *= 2) {
+      ++levels;
+    }
+    // Costs per query, in multiply-adds. The products with all rows are added up for each leaf.
+    const int64_t by_paths = known * tree.features +
+        kVisit * paths * (2 * levels * tree.features + tree.largest_leaf * tree.width),
+                  by_rows = tree.classes * (tree.width + 16);
+    all_rows = tree.classes <= kMaxRows && by_rows < by_paths;
+    if (all_rows) {
+      known = tree.leaves;
+    }
+  }
+
+  static constexpr int64_t kQueries = 64; // of a block, whatever the number of threads
+  static constexpr int64_t kMaxRows = int64_t(1) << 17; // so that a block takes at most 32 MiB
+
+  /// The product is that with nodes known .. 2 known - 1, a level of the tree, from which those
+  /// above follow, or else with all rows, from which all nodes follow.
+  int64_t known = 1;
+  bool all_rows;
+};
+
+/// Descends the tree for one query. Results for the nodes below the known ones are cached until the
+/// next query.
 class Descent {
  public:
-  /// known: the number of nodes, from the first, whose products are passed to start().
-  Descent(const Tree& tree, int64_t known)
-      : tree_(tree), kernels_(row_kernels().of(static_cast<const float*>(nullptr))), known_(known),
-        first_(tree.leaves), second_(tree.leaves), seen_(tree.leaves, -1),
-        index_(tree.largest_leaf), product_(tree.largest_leaf), value_(tree.largest_leaf) {
+  Descent(const Tree& tree, const Plan& plan)
+      : tree_(tree), kernels_(row_kernels().of(static_cast<const float*>(nullptr))), plan_(plan),
+        sums_(2 * plan.known), first_(tree.leaves), second_(tree.leaves), seen_(tree.leaves, -1),
+        index_(tree.largest_leaf), ones_(tree.largest_leaf, 1.f), product_(tree.largest_leaf),
+        value_(tree.largest_leaf) {
     std::iota(index_.begin(), index_.end(), int64_t(0));
   }
 
-  /// Sets x [width], its features [features], and their products with the sums of the known nodes
-  /// [known].
-  void start(int64_t query, const float* x, const float* features, const float* known_sums) {
+  /// Sets x [width], its features [features], and its products with the known nodes [known], or
+  /// with all rows [classes].
+  void start(int64_t query, const float* x, const float* features, const float* products) {
     query_ = query;
     x_ = x;
     features_ = features;
-    known_sums_ = known_sums;
+    products_ = products;
+    float* const level = sums_.data() + plan_.known;
+    if (plan_.all_rows) {
+      for (int64_t leaf = 0; leaf < tree_.leaves; ++leaf) {
+        const int64_t begin = tree_.leaf_begin(leaf), size = tree_.leaf_begin(leaf + 1) - begin;
+        const float* const of_leaf = products + begin;
+        kernels_.dot_rows(level + leaf, tree_.sphere ? of_leaf : ones_.data(), of_leaf, size,
+                          index_.data(), 1, 1, size);
+      }
+    } else {
+      std::copy_n(products, plan_.known, level);
+    }
+    for (int64_t node = plan_.known - 1; node > 0; --node) {
+      sums_[node] = sums_[2 * node] + sums_[2 * node + 1];
+    }
   }
 
   /// Returns the drawn row and its log q.
@@ -136,8 +184,8 @@ class Descent {
       const int64_t child[2] = {2 * node, 2 * node + 1},
                     middle = tree_.leaf_begin((low + high) / 2);
       float sum[2];
-      if (child[1] < known_) {
-        std::copy_n(known_sums_ + child[0], 2, sum);
+      if (node < plan_.known) {
+        std::copy_n(sums_.data() + child[0], 2, sum);
       } else {
         kernels_.dot_rows(sum, features_, tree_.sums, tree_.features, child, 2, 2, tree_.features);
       }
@@ -150,24 +198,28 @@ class Descent {
 
   /// Writes the kernel of `size` rows to value_ and returns their sum.
   double values(int64_t begin, int64_t size) {
-    kernels_.dot_rows(product_.data(), x_, tree_.rows + begin * tree_.width, tree_.width,
-                      index_.data(), size, size, tree_.width);
+    if (!plan_.all_rows) {
+      kernels_.dot_rows(product_.data(), x_, tree_.rows + begin * tree_.width, tree_.width,
+                        index_.data(), size, size, tree_.width);
+    }
+    const float* const product = plan_.all_rows ? products_ + begin : product_.data();
     double total = 0;
     for (int64_t i = 0; i < size; ++i) {
-      total += value_[i] = tree_.value(product_[i]);
+      total += value_[i] = tree_.value(product[i]);
     }
     return total;
   }
 
   const Tree& tree_;
   const RowKernels<float>& kernels_;
-  int64_t known_;
+  Plan plan_;
+  std::vector<float> sums_; // of the known nodes and those above
   std::vector<double> first_, second_; // of inner nodes, valid if seen_ is the query
   std::vector<int64_t> seen_, index_;
-  std::vector<float> product_;
+  std::vector<float> ones_, product_;
   std::vector<double> value_;
   int64_t query_ = -1;
-  const float *x_ = nullptr, *features_ = nullptr, *known_sums_ = nullptr;
+  const float *x_ = nullptr, *features_ = nullptr, *products_ = nullptr;
 };
 
 // Computes the products of pairs of elements for each row of x [n, E], in the order of
@@ -185,42 +237,40 @@ void write_pairs(const Tensor& x, const Tensor& pairs) {
 }
 
 // Calls visit(query, descent) for each query, with the descent started; each query takes about
-// `paths` paths. The upper nodes are on many paths, so their products with a block of queries are
-// one matrix product, which reads each node once per block. Blocks do not depend on the number of
-// threads.
+// `paths` paths. The matrix products of a block of queries read each node or row once per block.
 template <typename Visit>
 void for_queries(const Tensor& queries, const KernelIndex& index, const Tree& tree, int64_t paths,
                  const Visit& visit) {
-  // A node in a matrix product costs about a tenth of a node visited on a path.
-  constexpr int64_t kBlock = 64, kNodesPerPath = 16;
-  int64_t known = 2;
-  while (known < std::min(2 * tree.leaves, kNodesPerPath * paths)) {
-    known *= 2;
-  }
+  const Plan plan(tree, paths);
   const Tensor rows = kernel_rows(queries, std::nullopt, index).contiguous(),
-               top = index.sums.narrow(0, 0, known).t();
-  const int64_t num_queries = queries.size(0);
-  at::parallel_for(0, (num_queries + kBlock - 1) / kBlock, 1, [&](int64_t begin, int64_t end) {
-    const at::AutoDispatchBelowADInplaceOrView guard; // thread-local
-    Descent descent(tree, known);
-    const Tensor pairs =
-        tree.sphere ? at::empty({kBlock, tree.features}, rows.options()) : Tensor();
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t first = block * kBlock, size = std::min(kBlock, num_queries - first);
-      const Tensor x = rows.narrow(0, first, size);
-      const Tensor features = tree.sphere ? pairs.narrow(0, 0, size) : x;
-      if (tree.sphere) {
-        write_pairs(x, features);
-      }
-      const Tensor sums = product(features, top);
-      for (int64_t i = 0; i < size; ++i) {
-        descent.start(first + i, x.const_data_ptr<float>() + i * tree.width,
-                      features.const_data_ptr<float>() + i * tree.features,
-                      sums.const_data_ptr<float>() + i * known);
-        visit(first + i, descent);
-      }
-    }
-  });
+               others = plan.all_rows ? index.rows : index.sums.narrow(0, plan.known, plan.known);
+  const int64_t num_queries = queries.size(0), num_products = others.size(0);
+  at::parallel_for(
+      0, (num_queries + Plan::kQueries - 1) / Plan::kQueries, 1, [&](int64_t begin, int64_t end) {
+        const at::AutoDispatchBelowADInplaceOrView guard; // thread-local
+        Descent descent(tree, plan);
+        const bool makes_pairs = tree.sphere && !plan.all_rows;
+        const Tensor pairs =
+            makes_pairs ? at::empty({Plan::kQueries, tree.features}, rows.options()) : Tensor();
+        const Tensor all_products = at::empty({Plan::kQueries, num_products}, rows.options());
+        for (int64_t block = begin; block < end; ++block) {
+          const int64_t first = block * Plan::kQueries,
+                        size = std::min(Plan::kQueries, num_queries - first);
+          const Tensor x = rows.narrow(0, first, size),
+                       features = makes_pairs ? pairs.narrow(0, 0, size) : x,
+                       products = all_products.narrow(0, 0, size);
+          if (makes_pairs) {
+            write_pairs(x, features);
+          }
+          multiply(products, features, others.t());
+          for (int64_t i = 0; i < size; ++i) {
+            descent.start(first + i, x.const_data_ptr<float>() + i * tree.width,
+                          features.const_data_ptr<float>() + i * features.size(1),
+                          products.const_data_ptr<float>() + i * num_products);
+            visit(first + i, descent);
+          }
+        }
+      });
 }
 
 } // namespace

@@ -261,8 +261,10 @@ def test_opcheck(kind, bias):
 
 @every_kind
 @with_bias
-@pytest.mark.parametrize("classes", [N, 40])
+@pytest.mark.parametrize("classes", [N, 40, 3000])
 def test_kernels_agree_with_the_composites(kind, bias, classes):
+    """The number of classes and of draws decides which products a kernel sampler computes in
+    advance."""
     torch.manual_seed(0)
     sampler = KINDS[kind](classes, D, bias=bias, exclude=torch.tensor([3, 17]))
     sampler.refresh(torch.randn(classes, D), torch.randn(classes) if bias else None)
@@ -271,6 +273,12 @@ def test_kernels_agree_with_the_composites(kind, bias, classes):
         kernel = sampler.log_count(z, ids)
         with xs.use_impl("reference"):
             torch.testing.assert_close(sampler.log_count(z, ids), kernel, rtol=1e-4, atol=1e-4)
+    for samples in (1, 8, 100):
+        [drawn] = changed(sampler, num_samples=samples).sample(z)
+        with xs.use_impl("reference"):
+            torch.testing.assert_close(
+                log_prob(sampler, z, drawn.ids) + math.log(samples), drawn.log_count, rtol=1e-4,
+                atol=1e-4)
 
 
 def test_sixteen_bit_queries_and_tables():
