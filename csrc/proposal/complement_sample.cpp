@@ -78,8 +78,7 @@ ComplementOptions check_complement_log_count(const Tensor& inside,
                         is_defined(target_count) == (sampled && is_defined(target)),
                     op,
                     ": expected inside_count, log_count and target_count if tries is above 0, and "
-                    "none otherwise, "
-                    "got tries of ",
+                    "none otherwise, got tries of ",
                     options.tries);
   check::int64(op, "ids", ids);
   const auto check_counts = [&](const char* name, const OptionalTensor& count) {
