@@ -94,12 +94,10 @@ NOVELS = " --data {novels} " + TIMED + "--epochs {e:0.5} --rates .004 --only "
 SHORT = SMALL + " --eval-epochs {e:0.05} --eval-tokens 100000 --min-count "
 SAMPLERS = "".join(f"'20 private {name}, ranking' "
                    for name in ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx"))
-WORDS = (LANGUAGE + "table" + NOVELS + SAMPLERS + "'512 shared unigram, head 512' "
-         "'head 64 + 64 private midx, ranking'" + SHORT + "5")
+TABLE_OF_NOVELS = (LANGUAGE + "table" + NOVELS + SAMPLERS + "'512 shared unigram, head 512' "
+                   "'head 64 + 64 private midx, ranking'" + SHORT + "5")
 ITEMS = ("benchmarks/recommend.py " + KEPT + "--epochs {e:20} --search-epochs {e:5} "
          "--seeds 3 --data ")
-UNORDERED = " --unordered --eval-epochs {e:2}"
-GRU = " --model gru4rec --layers 1"
 LABELS = ("benchmarks/sampled_labels.py --runs {runs} --threads 1 --epochs {n:20} "
           "--search-epochs {n:5} ")
 
@@ -136,8 +134,8 @@ STUDIES = {
         (Part("ptb", 600, (LANGUAGE + "table --seeds 3" + TUNED,)),
          Part("transformer", 600,
               (LANGUAGE + "table --seeds 2" + TUNED + CURVES + " --model transformer",)),
-         Part("novels", 300,
-              (WORDS,)), Part("novels_transformer", 300, (WORDS + " --model transformer",)))),
+         Part("novels", 300, (TABLE_OF_NOVELS,)),
+         Part("novels_transformer", 300, (TABLE_OF_NOVELS + " --model transformer",)))),
     "midx_distance": Study(
         f"{MIDX}, Tables 2 and 3, Figures 4 and 5",
         "How far is each sampler's proposal from the softmax?",
@@ -154,12 +152,12 @@ STUDIES = {
             "ptb", 500,
             (LANGUAGE + "ablation --data {ptb} " + KEPT + "--epochs {e:4} --rates .004" + SMALL,)),
          Part("time", 10, ("benchmarks/sampling_time.py --threads 1",)))),
-    "midx_items": Study(
-        f"{MIDX}, Table 7", "How close do recommenders trained with samples come to the softmax?",
-        (Part("beauty", 400,
-              (ITEMS + "{beauty}",)), Part("gowalla", 900, (ITEMS + "{gowalla} --" + UNORDERED,)),
-         Part("gru", 400, (ITEMS + "{beauty} --" + GRU,)),
-         Part("gru_gowalla", 800, (ITEMS + "{gowalla} --" + UNORDERED + GRU,)))),
+    "midx_items": Study(f"{MIDX}, Table 7",
+                        "How close do recommenders trained with samples come to the softmax?",
+                        (Part("beauty", 400, (ITEMS + "{beauty}",)),
+                         Part("gowalla", 900,
+                              (ITEMS + "{gowalla} -- --unordered --eval-epochs {e:2}",)),
+                         Part("gru", 400, (ITEMS + "{beauty} -- --model gru4rec --layers 1",)))),
     "midx_labels": Study(f"{MIDX}, Table 9",
                          "How precise are models of many labels trained with samples?",
                          (Part("delicious", 60, (LABELS + "--delicious {delicious}",)),
