@@ -54,7 +54,7 @@ def measure(classes: int, args: argparse.Namespace) -> tuple[dict[str, float], d
         kind: lambda sampler=sampler: sampler.sample(queries)
         for kind, sampler in samplers.items()
     }
-    # not in turns with the others, which would wait for the memory that it gives back
+    # Measured by itself: it frees gigabytes, after which the others' allocations would be slow.
     exact = {
         "exact": lambda: torch.multinomial(
             (queries @ weight.T).softmax(1), args.samples, replacement=True)
