@@ -5,8 +5,8 @@
 
 Each query of width 64 has its own samples. Exact: the scores of all classes, their softmax, and
 torch.multinomial, for at most 2^30 scores. Tables are random, with clustered rows. Samplers of one
-number of classes take turns; times are medians. A refresh, which training does every
---refresh-every steps, follows a change of all rows; its time is that of one call.
+number of classes take turns, and exact follows them; times are medians. A refresh, which training
+does every --refresh-every steps, follows a change of all rows; its time is that of one call.
 benchmarks/sampler_distance.py measures how far these proposals are from the softmax.
 """
 
@@ -54,11 +54,11 @@ def measure(classes: int, args: argparse.Namespace) -> tuple[dict[str, float], d
         kind: lambda sampler=sampler: sampler.sample(queries)
         for kind, sampler in samplers.items()
     }
-    # Measured by itself: it frees gigabytes, after which the others' allocations would be slow.
-    exact = {
-        "exact": lambda: torch.multinomial(
+    exact = {}
+    if classes * args.queries <= MOST_EXACT:
+        exact["exact"] = lambda: torch.multinomial(
             (queries @ weight.T).softmax(1), args.samples, replacement=True)
-    } if classes * args.queries <= MOST_EXACT else {}
+    # `exact` does not take turns: after it has freed gigabytes, the others' allocations are slow.
     with torch.no_grad():
         return (interleave(draws, args.repeats, 2) | interleave(exact, args.repeats, 2), refreshes)
 

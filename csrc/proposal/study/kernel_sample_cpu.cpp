@@ -62,9 +62,9 @@ struct Tree : KernelTree {
   Tensor rows_, sums_, order_, place_;
 };
 
-/// What one matrix product computes for all queries of a block. A node or a row costs there about a
-/// tenth of what it costs when a path visits it, so that computing many that no path visits can
-/// pay.
+/// Chooses what a block of queries is multiplied with: one level of the tree, or all rows. In a
+/// matrix product a node or a row costs about a tenth of a visit by one path, so the product may
+/// include many that no path visits.
 struct Plan {
   /// paths: the draws and targets of a query.
   Plan(const Tree& tree, int64_t paths) {
@@ -76,7 +76,8 @@ struct Plan {
     for (int64_t level = known; level < tree.leaves; level *= 2) {
       ++levels;
     }
-    // Costs per query, in multiply-adds. The products with all rows are added up for each leaf.
+    // Costs per query, in multiply-adds; adding up the products of a leaf's rows costs about 16 a
+    // row.
     const int64_t by_paths = known * tree.features +
         kVisit * paths * (2 * levels * tree.features + tree.largest_leaf * tree.width),
                   by_rows = tree.classes * (tree.width + 16);
@@ -89,10 +90,8 @@ struct Plan {
   static constexpr int64_t kQueries = 64; // of a block, whatever the number of threads
   static constexpr int64_t kMaxRows = int64_t(1) << 17; // so that a block takes at most 32 MiB
 
-  /// The product is that with nodes known .. 2 known - 1, a level of the tree, from which those
-  /// above follow, or else with all rows, from which all nodes follow.
-  int64_t known = 1;
-  bool all_rows;
+  int64_t known = 1; ///< nodes known .. 2 known - 1 are a level, whose sums give those above
+  bool all_rows; ///< multiplies with all rows, whose products give the sums of the leaves
 };
 
 /// Descends the tree for one query. Results for the nodes below the known ones are cached until the
