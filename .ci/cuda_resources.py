@@ -69,7 +69,7 @@ def kept(build: Path, arch: str):
 
 
 def names(mangled):
-    """Without namespaces, types of parameters and what is meant anyway."""
+    """Yields demangled names without namespaces, types of parameters and casts of integers."""
     plain = subprocess.run(["c++filt"], input="\n".join(mangled), check=True, capture_output=True,
                            text=True).stdout.splitlines()
     for name in plain:

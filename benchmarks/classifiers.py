@@ -151,6 +151,9 @@ def libsvm(path: str, seed: int = 0) -> Problem:
 
 def from_file(path: str) -> Problem:
     found = torch.load(path, weights_only=True)
+    # The rows come class by class; Vowpal Wabbit reads them in the order given.
+    order = torch.randperm(len(found["train"]["y"]), generator=torch.Generator().manual_seed(0))
+    found["train"] = {key: tensor[order] for key, tensor in found["train"].items()}
     scale = found["train"]["x"].norm(dim=1).mean()  # norms of about 1, as in the other problems
     classes = 1 + max(int(part["y"].max()) for part in found.values())
     return Problem(

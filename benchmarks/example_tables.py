@@ -52,8 +52,8 @@ def program(command: list[str]) -> Path:
     return ROOT / named
 
 
-def run(command: list[str], out: Path) -> tuple[list[str], list[list[str]], dict]:
-    """Returns columns and rows of the command's table, and the record's facts about the run."""
+def run(command: list[str], out: Path) -> tuple[list[str], list[list[str]], Path]:
+    """Returns columns and rows of the command's table, and the file of facts about the run."""
     folder = out / hashlib.sha256(shlex.join(command).encode()).hexdigest()[:12]
     finished = folder / "finished"
     if not finished.is_file():
@@ -69,14 +69,20 @@ def run(command: list[str], out: Path) -> tuple[list[str], list[list[str]], dict
                                   stderr=log).returncode
         if code:
             raise SystemExit(f"{shlex.join(command)}: exit {code}, see {folder / 'log.txt'}")
-        finished.write_text(
-            json.dumps({
-                "date": f"{BEGIN[0]:%Y-%m-%d}", "commit": commit(),
-                "other_programs_cores": round(others(), 3)
-            }))
+        finished.write_text(json.dumps({"date": f"{BEGIN[0]:%Y-%m-%d}", "commit": commit()}))
     columns, _, *rows = ([cell.strip() for cell in line.strip().strip("|").split("|")]
                          for line in (folder / "table.md").read_text().splitlines())
-    return columns, rows, json.loads(finished.read_text())
+    return columns, rows, finished
+
+
+def facts(finished: Path, busy: float) -> dict:
+    """Returns the record's facts about a run. Those of a run of this call get the load `busy`,
+    which is measured after all runs, because an unfinished one would count as another program."""
+    about = json.loads(finished.read_text())
+    if "other_programs_cores" not in about:
+        about["other_programs_cores"] = busy
+        finished.write_text(json.dumps(about))
+    return about
 
 
 def differences(commands: list[list[str]]) -> list[str]:
@@ -101,12 +107,17 @@ def without_seed(command: list[str]) -> list[str]:
 
 
 def mean(cells: tuple[str, ...]) -> str:
-    """Combines one cell of several tables: the mean of numbers, a text if all are equal, or ""."""
+    """Combines one cell of several tables: the mean of numbers, also with a unit, a text if all are
+    equal, or ""."""
+    numbers, _, units = zip(*(cell.partition(" ") for cell in cells))
     try:
-        values = [float(cell.replace(",", "")) for cell in cells]
+        values = [float(number.replace(",", "")) for number in numbers]
     except ValueError:
         return cells[0] if len(set(cells)) == 1 else ""
-    return mean_and_error(values, decimals=len(cells[0].partition(".")[2]))
+    if len(set(units)) > 1:
+        return ""
+    found = mean_and_error(values, decimals=len(numbers[0].partition(".")[2]))
+    return f"{found} {units[0]}".strip()
 
 
 def over_seeds(commands: list[list[str]],
@@ -143,7 +154,9 @@ def main() -> None:
         parser.error("expected a command after --")
     programs = [program(command) for command in commands]
     with ThreadPoolExecutor(args.jobs) as pool:
-        found = list(pool.map(lambda command: run(command, args.out), commands))
+        made = list(pool.map(lambda command: run(command, args.out), commands))
+    busy = round(others(), 3)
+    found = [(columns, rows, facts(finished, busy)) for columns, rows, finished in made]
     threads = {
         command[command.index("--threads") + 1]
         for command in commands if "--threads" in command

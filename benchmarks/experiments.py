@@ -98,6 +98,8 @@ TABLE_OF_NOVELS = (LANGUAGE + "table" + NOVELS + SAMPLERS + "'512 shared unigram
                    "'head 64 + 64 private midx, ranking'" + SHORT + "5")
 ITEMS = ("benchmarks/recommend.py " + KEPT + "--epochs {e:20} --search-epochs {e:5} "
          "--seeds 3 --data ")
+GOWALLA = "{gowalla} -- --unordered --eval-epochs {e:2}"
+GRU = " --model gru4rec --layers 1"
 LABELS = ("benchmarks/sampled_labels.py --runs {runs} --threads 1 --epochs {n:20} "
           "--search-epochs {n:5} ")
 
@@ -152,12 +154,11 @@ STUDIES = {
             "ptb", 500,
             (LANGUAGE + "ablation --data {ptb} " + KEPT + "--epochs {e:4} --rates .004" + SMALL,)),
          Part("time", 10, ("benchmarks/sampling_time.py --threads 1",)))),
-    "midx_items": Study(f"{MIDX}, Table 7",
-                        "How close do recommenders trained with samples come to the softmax?",
-                        (Part("beauty", 400, (ITEMS + "{beauty}",)),
-                         Part("gowalla", 900,
-                              (ITEMS + "{gowalla} -- --unordered --eval-epochs {e:2}",)),
-                         Part("gru", 400, (ITEMS + "{beauty} -- --model gru4rec --layers 1",)))),
+    "midx_items": Study(
+        f"{MIDX}, Table 7", "How close do recommenders trained with samples come to the softmax?",
+        (Part("beauty", 400, (ITEMS + "{beauty}",)), Part("gowalla", 900, (ITEMS + GOWALLA,)),
+         Part("gru", 400,
+              (ITEMS + "{beauty} --" + GRU,)), Part("gru_gowalla", 800, (ITEMS + GOWALLA + GRU,)))),
     "midx_labels": Study(f"{MIDX}, Table 9",
                          "How precise are models of many labels trained with samples?",
                          (Part("delicious", 60, (LABELS + "--delicious {delicious}",)),

@@ -102,7 +102,8 @@ def main() -> None:
     found = train(args)
     text, runs = found["text"], found["runs"]
     curves = {NAMES[run["loss"]]: points_of(run) for run in runs}
-    goal = curves[NAMES["plain"] if "plain" in args.loss else NAMES[args.loss[0]]][-1]
+    first = NAMES["plain"] if "plain" in args.loss else NAMES[args.loss[0]]
+    goal = curves[first][-1]
     rows, marks = [], range(1, 1 + max(map(len, curves.values())))
     for run in runs:
         name, points = NAMES[run["loss"]], curves[NAMES[run["loss"]]]
@@ -114,7 +115,7 @@ def main() -> None:
         rows.append({
             "output layer": name, "ms per step": f"{1e3 * run['train_seconds'] / run['steps']:.0f}",
             "tokens": f"{run['tokens']:,}", **losses, "test": f"{run['test_loss']:.3f}",
-            "time to the first's loss": f"{reached / goal['seconds']:.2f}"
+            f"time to {first}'s loss / its time": f"{reached / goal['seconds']:.2f}"
             if reached else "not reached"
         })
     sizes = {

@@ -65,6 +65,7 @@ def bench_table(args: argparse.Namespace) -> list[dict]:
                for row in found[0]}
         for name, found in runs.items()
     }
+    assert all(set(found) <= set(ROWS) for found in median.values()), median
     figures = [{"figure": f"{name}: {row}, ns per id", "value": median[name][row]} for row in ROWS
                for name in sides if row in median[name]]
     rivals = [name for name in sides if name.startswith("torchrec")]

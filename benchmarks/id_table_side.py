@@ -116,7 +116,8 @@ def main() -> None:
     assert len(torch.unique(rows)) == len(torch.unique(
         known[:args.batch])), "an id without a row of its own"
     found["look up"] = min(nanoseconds(side.find, known, args.batch) for _ in range(3))
-    found["look up, 4,096 ids a call"] = min(nanoseconds(side.find, known, 4096) for _ in range(3))
+    found["look up, 4,096 ids per call"] = min(
+        nanoseconds(side.find, known, 4096) for _ in range(3))
     # with a longer interval torchrec would insert none of these
     if args.side == "xsoftmax" or (args.side == "torchrec" and args.interval <= LOOKED_UP // 2):
         found["count ids that have a row"] = nanoseconds(side.insert, known, args.batch)

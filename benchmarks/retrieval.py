@@ -35,7 +35,8 @@ BEAMS = (10, 16, 24, 32, 64, 128, 256)
 
 
 def faiss_index(args, loss, kind):
-    path = args.out / f"{args.name}_{kind}.faiss"
+    options = f"_{args.neighbors}_{args.ef_construction}" if kind == "hnsw" else ""
+    path = args.out / f"{args.name}_{kind}{options}.faiss"
     start = time.perf_counter()
     if not path.exists():
         faiss.write_index(

@@ -17,7 +17,6 @@ Finished runs are kept in --runs and not repeated.
 import argparse
 import math
 import sys
-import types
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from common.study import PAPER_SAMPLERS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 
-from examples.common.losses import build_sampler
+from examples.common.losses import SamplerOptions, build_sampler
 from examples.common.report import mean_and_error
 
 BATCH, WIDTH, SHAPE = 128, 128, "eurlex-4k-like"
@@ -81,8 +80,8 @@ class Model(nn.Module):
             self.loss: xs.LinearLoss = xs.LinearCrossEntropyLoss(WIDTH, classes, bias=True)
             return
         counts = torch.from_numpy(np.asarray(problem.y["train"].sum(0)).ravel()).long()
-        options = types.SimpleNamespace(codewords=32, refresh_every=100, distinct=None)
-        sampler = build_sampler(options, method, counts, WIDTH, samples, True, True)
+        options = SamplerOptions(codewords=32, refresh_every=100)
+        sampler = build_sampler(options, method, counts, WIDTH, samples, bias=True, private=True)
         self.loss = xs.SampledSoftmaxLoss(WIDTH, classes, sampler=sampler, bias=True,
                                           estimator="sampled_softmax")
 

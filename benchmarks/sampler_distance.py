@@ -25,7 +25,7 @@ import xsoftmax as xs
 from common.records import add_json, plot, report, table
 from common.study import PAPER_SAMPLERS, ROOT
 
-from examples.common.losses import build_sampler
+from examples.common.losses import SamplerOptions, build_sampler
 from examples.common.training import load_run
 from examples.language_model import compare_samplers, train
 
@@ -100,7 +100,7 @@ def main() -> None:
         rows = []
         for kind in PAPER_SAMPLERS:
             torch.manual_seed(0)
-            options = argparse.Namespace(codewords=args.codewords, distinct=False, refresh_every=0)
+            options = SamplerOptions(codewords=args.codewords, refresh_every=0)
             sampler = build_sampler(options, kind, corpus.counts, linear.in_features, args.samples,
                                     bias=linear.bias is not None, private=True)
             # Use one estimator for all: "ranking", the default of some samplers, follows another

@@ -15,25 +15,14 @@ import time
 
 import torch
 
-import xsoftmax as xs
 from common.records import add_json, plot, report, table
 from common.study import PAPER_SAMPLERS
 from common.timing import interleave
 
+from examples.common.losses import SamplerOptions, build_sampler
+
 WIDTH = 64
 MOST_EXACT = 1 << 30  # scores
-
-
-def make(kind: str, classes: int, samples: int) -> xs.samplers.Sampler:
-    if kind == "uniform":
-        return xs.samplers.UniformSampler(classes, samples, shared=False)
-    if kind == "unigram":
-        counts = 1e6 / torch.arange(1, classes + 1)
-        return xs.samplers.UnigramSampler(counts, samples, shared=False)
-    if kind.startswith("midx"):
-        return xs.samplers.MidxSampler(classes, WIDTH, samples,
-                                       kind="pq" if kind == "midx_pq" else "rq")
-    return xs.samplers.make_sampler(kind, classes, samples, dim=WIDTH, bias=False)
 
 
 def measure(classes: int, args: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
@@ -42,7 +31,12 @@ def measure(classes: int, args: argparse.Namespace) -> tuple[dict[str, float], d
     centres = torch.randn(100, WIDTH)
     weight = (centres[torch.randint(100, (classes,))] + 0.5 * torch.randn(classes, WIDTH)) / 8
     queries = torch.randn(args.queries, WIDTH)
-    samplers = {kind: make(kind, classes, args.samples) for kind in PAPER_SAMPLERS}
+    options = SamplerOptions(refresh_every=0)
+    counts = 1e6 / torch.arange(1, classes + 1)
+    samplers = {
+        kind: build_sampler(options, kind, counts, WIDTH, args.samples, bias=False, private=True)
+        for kind in PAPER_SAMPLERS
+    }
     refreshes = {}
     for kind, sampler in samplers.items():
         sampler.refresh(weight)

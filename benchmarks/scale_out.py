@@ -17,7 +17,7 @@ and their transfer time. Assumptions:
 - Links receive at their full rate on all ranks at the same time. A collective takes W - 1
   sequential messages, as with gloo, each with a delay of --latency.
 - The smaller of the two step times is reached if all communication overlaps with computation, the
-  larger if none does. The winning exchange has the smaller one of the larger times.
+  larger if none does. The exchange that is faster without overlap wins.
 """
 
 import argparse

@@ -6,8 +6,9 @@ tables of increasing size.
 
 A step consists of forward pass, backward pass and optimizer: Adam over the whole table for the
 exact losses, RowAdam for the sampled one (512 log-uniform classes shared by the batch). No layer
-has a bias. Memory is the peak of a step in addition to table and optimizer state: logits, their
-gradient, the gradient of the table.
+has a bias. Layers are measured one after another, because all of them with their optimizers do not
+fit into the memory of many machines. Memory is the peak of a step in addition to table and
+optimizer state: logits, their gradient, the gradient of the table.
 """
 
 import argparse

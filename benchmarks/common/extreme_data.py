@@ -38,7 +38,9 @@ def make(name: str, source: str | None, folder: Path, seed: int = 0) -> None:
     for part, (X, Y) in parts.items():
         for what, matrix in (("x", X), ("y", Y)):
             sp.save_npz(folder / f"{name}.{part}.{what}.npz", float_rows(matrix), compressed=False)
-    write_text(*parts["train"], folder / f"{name}.train.txt")
+    unfinished = folder / f"{name}.unfinished"
+    write_text(*parts["train"], unfinished)
+    unfinished.replace(folder / f"{name}.train.txt")
 
 
 def split(X, Y, seed: int) -> dict:
@@ -59,8 +61,8 @@ def ones(rows, columns, shape):
 
 
 def read_delicious(path: Path) -> list[list[int]]:
-    """Returns the set indices of each document of Mulan's sparse ARFF file: 500 binary features,
-    followed by 983 labels."""
+    """Returns the indices of the features and labels of each document of Mulan's sparse ARFF file:
+    500 binary features, followed by 983 labels."""
     lines = [line.strip() for line in path.read_text().splitlines()]
     start = next(i for i, line in enumerate(lines) if line.lower() == "@data")
     return [[int(pair.split()[0]) for pair in line.strip("{}").split(",") if pair.strip()]

@@ -54,7 +54,7 @@ def draw(plot: dict, path: Path) -> None:
     with picture(path, 8.4, 4.0) as figure:
         axes = figure.subplots()
         for number, (name, points) in enumerate(plot["curves"].items()):
-            used = number // len(COLOURS) % 4  # count the curves before with this colour
+            used = number // len(COLOURS) % 4  # the number of earlier curves of this colour
             if plot.get("lines", True):
                 axes.plot(*zip(*points), label=name, markersize=4,
                           linestyle=("-", "--", ":", "-.")[used])

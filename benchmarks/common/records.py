@@ -49,8 +49,8 @@ def others() -> float:
 
 
 def commit() -> str:
-    """Returns the repository's commit, with + if tracked files other than records were changed; ""
-    without one."""
+    """Returns the short hash of the commit, followed by + if tracked files other than records have
+    changed; "" outside a repository."""
     def git(*arguments: str) -> str:
         found = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True,
                                text=True)
@@ -195,7 +195,10 @@ def run_benches(doc: str, benches: dict[str, Callable[[argparse.Namespace],
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     figures = {name: benches[name](args) for name in names}
-    titles = {name: (benches[name].__doc__ or name).strip().split("\n")[0] for name in names}
+    titles = {
+        name: " ".join((benches[name].__doc__ or name).split("\n\n")[0].split())
+        for name in names
+    }
     report(args, doc, question=question, against=against,
            tables=[figures_table(found, titles[name]) for name, found in figures.items()],
            figures=[figure for found in figures.values() for figure in found])

@@ -49,7 +49,7 @@ class Runs:
 
     Args:
         path: the file; created with the first run.
-        options: what a run depends on besides its name. Runs with other options are not seen.
+        options: what a run depends on besides its name. Runs with other options are ignored.
         threads: of the runs that are added.
     """
     def __init__(self, path: Path, options: list[str], threads: int):
@@ -97,6 +97,8 @@ class Runs:
     def about(self) -> dict:
         """Returns where the runs that were used come from, for the record of a study."""
         lines = [self.lines[name] for name in self.used]
-        return {key: sorted({line[key]
-                             for line in lines})
-                for key in ("commit", "date", "cpu")} | {"count": len(lines)}
+        return {
+            key: sorted({line[key]
+                         for line in lines})
+            for key in ("commit", "date", "cpu", "threads")
+        } | {"count": len(lines)}

@@ -21,9 +21,11 @@ TINY = dict(classes=3000, many=5000, width=16, queries=32, shared=64, private=4,
             codewords=4, midx=6, index_width=8, tree_queries=16, repeats=2, flush=1 << 20,
             exact=((1000, 16), (400, 24), (1000, 32)), recurrent=(600, 16, 4, 5),
             language=(32, 1, 2, 16, 4))  # fmt: skip
-# Bytes per second, from the data sheets.
+# Bytes per second, from the data sheets; of several that a device's name contains, the first.
 PEAK = {
-    "GH200": 4.0e12, "H200": 4.8e12, "H100": 3.35e12, "B200": 8e12, "A100": 2.0e12, "L40": 0.864e12
+    "GH200": 4.0e12, "H200": 4.8e12, "H100 PCIe": 2.0e12, "H100 NVL": 3.9e12, "H100": 3.35e12,
+    "B200": 8e12, "A100-PCIE-40GB": 1.555e12, "A100-SXM4-40GB": 1.555e12, "A100": 2.0e12,
+    "L40": 0.864e12
 }  # fmt: skip
 
 Runs = Dict[str, Callable[[], object]]

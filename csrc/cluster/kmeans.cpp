@@ -2,6 +2,7 @@
 
 #include "cluster/nearest.h"
 #include "op/autocast.h"
+#include "cpu/products.h"
 #include "op/checks.h"
 #include "cpu/impl.h"
 #include "op/long_work.h"
@@ -107,7 +108,7 @@ Tensor plus_plus_seeds(const Tensor& seed, const Tensor& rows, int64_t clusters)
     }
     const Tensor row = x.index_select(0, place.clamp_max(n - 1).view({1})).squeeze(0);
     seeds.select(0, k).copy_(row);
-    const Tensor from_row = (norm - 2 * at::mv(x, row) + row.square().sum()).clamp_min(0);
+    const Tensor from_row = (norm - 2 * (x * row).sum(1) + row.square().sum()).clamp_min(0);
     distance = k == 0 ? from_row : at::minimum(distance, from_row);
   }
   return seeds;
@@ -132,7 +133,11 @@ Tensor member_sums(const Tensor& rows, const Tensor& index, int64_t clusters) {
     const int64_t n = std::min(block, rows.size(0) - begin);
     const Tensor is_member =
         number.unsqueeze(1).eq(index.narrow(0, begin, n)).to(rows.scalar_type());
-    sums.addmm_(is_member, rows.narrow(0, begin, n));
+    if (rows.is_cpu()) {
+      multiply_in_parts(sums, is_member, rows.narrow(0, begin, n), {.add = true});
+    } else {
+      sums.addmm_(is_member, rows.narrow(0, begin, n));
+    }
   }
   return sums;
 }

@@ -19,7 +19,7 @@ std::tuple<Tensor, Tensor> nearest_codeword_cpu(const Tensor& rows, const Tensor
   int64_t* indices = index.mutable_data_ptr<int64_t>();
   float* distances = distance.mutable_data_ptr<float>();
   for_row_blocks(rows, k, [&](int64_t begin, const Tensor& x) {
-    const Tensor scores = product(x, columns);
+    const Tensor scores = product_in_parts(x, columns);
     const NearestRowTable& kernels = nearest_rows();
     for (int64_t i = 0; i < x.size(0); ++i) {
       float near;

@@ -8,6 +8,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
 
 #include <cstdlib>
 #include <string_view>
@@ -159,10 +160,22 @@ Tensor product(const Tensor& left, const Tensor& right) {
 
 void multiply_in_parts(const Tensor& out, const Tensor& left, const Tensor& right,
                        ProductOptions options, int64_t step) {
-  const int64_t size = left.size(1);
+  const int64_t size = left.size(1), count = left.size(0);
   // The sums of these products have a fixed order.
-  if (options.bfloat16 || can_use_float32_blocks(out, left, right)) {
+  const bool is_fixed = options.bfloat16 || can_use_float32_blocks(out, left, right);
+  if (is_fixed) {
     step = std::max<int64_t>(1, size);
+  } else if (step == kTermsOfProduct && out.scalar_type() == at::kDouble) {
+    step /= 2;
+  }
+  if (!is_fixed && count < kRowsOfBlocks && out.is_cpu() && !is_small(out, left, right)) {
+    const Tensor rows = at::zeros({kRowsOfBlocks, size}, left.options()),
+                 result = at::empty({kRowsOfBlocks, right.size(1)}, out.options());
+    rows.narrow(0, 0, count).copy_(left);
+    multiply_in_parts(result, rows, right, {}, step);
+    const Tensor part = result.narrow(0, 0, count);
+    options.add ? out.add_(part) : out.copy_(part);
+    return;
   }
   // A product without terms still has to write zeros.
   for (int64_t begin = 0; begin < size || (begin == 0 && !options.add); begin += step) {
@@ -170,6 +183,15 @@ void multiply_in_parts(const Tensor& out, const Tensor& left, const Tensor& righ
     multiply(out, left.narrow(1, begin, terms), right.narrow(0, begin, terms),
              {options.add || begin > 0, options.bfloat16});
   }
+}
+
+Tensor product_in_parts(const Tensor& left, const Tensor& right) {
+  if (!left.is_cpu()) {
+    return product(left, right);
+  }
+  const Tensor out = at::empty({left.size(0), right.size(1)}, left.options());
+  multiply_in_parts(out, left, right);
+  return out;
 }
 
 } // namespace xsoftmax

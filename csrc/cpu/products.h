@@ -62,13 +62,17 @@ at::Tensor wide_product(const at::Tensor& left, const at::Tensor& right, at::Sca
 /// is fastest without loss of range: bfloat16 for a bfloat16 table on CUDA, else unchanged.
 at::Tensor rounded_coefficients(const at::Tensor& coefficients, const at::Tensor& table);
 
-/// Longest sum whose order in MKL does not depend on the number of threads. That of longer sums
-/// does (seen from 300 terms), even inside a parallel region, where each product has one thread.
+/// Longest sum whose order in MKL does not depend on the number of threads: half as long in
+/// float64. That of longer sums does (seen from 300 terms), even inside a parallel region, where
+/// each product has one thread; with fewer than 16 rows or one column, that of short sums, too.
 constexpr int64_t kTermsOfProduct = 256;
 
-/// Computes multiply() in parts of `step` terms if the order of its sums could otherwise depend on
-/// the number of threads.
+/// Computes multiply() in parts of at most `step` terms, and with at least 16 rows, if the order of
+/// its sums could otherwise depend on the number of threads.
 void multiply_in_parts(const at::Tensor& out, const at::Tensor& left, const at::Tensor& right,
                        ProductOptions options = {}, int64_t step = kTermsOfProduct);
+
+/// Returns product(left, right); on the CPU computed by multiply_in_parts.
+at::Tensor product_in_parts(const at::Tensor& left, const at::Tensor& right);
 
 } // namespace xsoftmax

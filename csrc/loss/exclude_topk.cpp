@@ -40,21 +40,11 @@ void check_exclude_topk(const Tensor& values, const Tensor& ids, const Tensor& e
                     values.sym_size(1), "] (the columns of values), got ", k);
 }
 
-void check_range(const Tensor& exclude, int64_t num_classes) {
-  const Tensor ids = exclude.contiguous();
-  const int64_t* id = ids.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < ids.numel(); ++i) {
-    TORCH_CHECK_INDEX(id[i] >= -1 && id[i] < num_classes, kExcludeTopk,
-                      ": expected exclude in [0, ", num_classes, "), or -1 for none, got ", id[i],
-                      " at position ", i);
-  }
-}
-
 TopK exclude_topk_composite(const Tensor& values, const Tensor& ids, const Tensor& exclude,
                             c10::SymInt num_classes, c10::SymInt k) {
   check_exclude_topk(values, ids, exclude, num_classes, k);
   if (exclude.is_cpu()) {
-    check_range(exclude, num_classes.expect_int());
+    check::class_ids(kExcludeTopk, "exclude", exclude, num_classes.expect_int(), -1);
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
   const int64_t kept = k.expect_int();

@@ -60,6 +60,17 @@ bool whole_number(std::string_view text, T& number) {
   return error == std::errc() && end == text.data() + text.size();
 }
 
+// Reads a number. One that is too small for a double becomes 0.
+bool read_number(std::string_view text, double& number) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc::result_out_of_range) {
+    return error == std::errc() && end == text.data() + text.size();
+  }
+  long double wide; // tells too small from too large
+  number = 0;
+  return whole_number(text, wide) && std::abs(wide) < 1;
+}
+
 class LineReader {
  public:
   LineReader(const ExamplesHeader& header, Part& part) : header_(header), part_(part) {}
@@ -93,7 +104,7 @@ class LineReader {
       }
       part_.labels.push_back(int32_t(label));
       if (end + 1 == text.size()) {
-        return fail("a label behind each comma", text);
+        return fail("a label after each comma", text);
       }
       text.remove_prefix(std::min(end + 1, text.size()));
     }
@@ -132,7 +143,7 @@ class LineReader {
       std::string_view number = pair.substr(colon + 1);
       number.remove_prefix(number.size() > 1 && number[0] == '+' && number[1] != '-');
       double wide = 0; // numbers too small for a float become 0
-      const bool is_number = whole_number(number, wide);
+      const bool is_number = read_number(number, wide);
       const float value = float(wide);
       if (!is_number || !std::isfinite(value)) {
         return fail("a finite value", pair);

@@ -82,17 +82,17 @@ void adaptive_grow_(const Tensor& recent, at::TensorList index, at::TensorList g
   check_recent(op, recent);
   check_at_least(op, "before", before, 1);
   check_at_least(op, "num_classes", num_classes, 1);
-  TORCH_CHECK_VALUE(index.size() == gained.size(), op, ": expected what each of ", index.size(),
-                    " tables gains, got ", gained.size());
+  TORCH_CHECK_VALUE(index.size() == gained.size(), op, ": expected gained of ", index.size(),
+                    " tables, got ", gained.size());
   const int64_t added = num_classes - before;
   TORCH_CHECK_VALUE(recent.is_meta() || recent.item<int64_t>() + added >= 0, op,
-                    ": expected no more classes to go than are recent, got ", -added);
+                    ": expected to remove at most the recent classes, got ", -added);
   for (size_t i = 0; i < index.size(); ++i) {
     if (gained[i].dim() > 0) {
       check::dim(op, "gained", gained[i], index[i].dim());
       check::same_dtype(op, "gained", gained[i], "the table", index[i]);
       check::same_device(op, "gained", gained[i], "the table", index[i]);
-      check::size(op, "gained", gained[i], 0, std::max<int64_t>(0, added), "the classes that come");
+      check::size(op, "gained", gained[i], 0, std::max<int64_t>(0, added), "the added classes");
       for (int64_t axis = 1; axis < index[i].dim(); ++axis) {
         check::size(op, "gained", gained[i], axis, index[i].size(axis), "the table");
       }

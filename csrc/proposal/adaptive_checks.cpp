@@ -74,12 +74,17 @@ void check_queries(const char* op, const Tensor& queries, const c10::SymInt& dim
                     ": expected queries of shape [Q, ", dim, "], got ", queries.sym_sizes());
 }
 
+void check_rows(const char* op, const char* arg, const Tensor& rows, const c10::SymInt& num_classes,
+                const c10::SymInt& dim) {
+  check::floating(op, arg, rows);
+  TORCH_CHECK_VALUE(rows.dim() == 2 && rows.sym_size(0) == num_classes && rows.sym_size(1) == dim,
+                    op, ": expected ", arg, " of shape [", num_classes, ", ", dim, "], got ",
+                    rows.sym_sizes());
+}
+
 void check_class_table(const char* op, const Tensor& weight, const OptionalTensor& bias,
                        const c10::SymInt& num_classes, const c10::SymInt& dim, bool has_bias) {
-  check::floating(op, "weight", weight);
-  TORCH_CHECK_VALUE(
-      weight.dim() == 2 && weight.sym_size(0) == num_classes && weight.sym_size(1) == dim, op,
-      ": expected weight of shape [", num_classes, ", ", dim, "], got ", weight.sym_sizes());
+  check_rows(op, "weight", weight, num_classes, dim);
   TORCH_CHECK_VALUE(is_defined(bias) == has_bias, op, ": expected ",
                     has_bias ? "a bias" : "no bias",
                     " for a sampler built with bias=", has_bias ? "True" : "False", ", got ",
@@ -92,7 +97,7 @@ void check_class_table(const char* op, const Tensor& weight, const OptionalTenso
   }
 }
 
-void check_finite_rows(const char* op, const Tensor& weight) {
+void check_finite_rows(const char* op, const char* arg, const Tensor& weight) {
   constexpr int64_t kRows = 1 << 16; // bounds the memory of the squares
   const auto is_finite = [&](int64_t begin) {
     return weight.narrow(0, begin, std::min(kRows, weight.size(0) - begin))
@@ -112,8 +117,9 @@ void check_finite_rows(const char* op, const Tensor& weight) {
     const Tensor bad = is_finite(begin).logical_not().nonzero();
     if (bad.size(0) > 0) {
       const int64_t row = begin + bad[0].item<int64_t>();
-      TORCH_CHECK_VALUE(false, op, ": expected weight with rows of finite norms, got ",
-                        weight[row].norm().item<double>(), " for row ", row);
+      TORCH_CHECK_VALUE(false, op, ": expected ", arg,
+                        " whose rows have finite norms in float32, got ",
+                        weight[row].to(at::kDouble).norm().item<double>(), " for row ", row);
     }
   }
 }

@@ -30,13 +30,16 @@ void check_recent(const char* op, const at::Tensor& recent);
 
 /// Checks queries [Q, dim], floating-point.
 void check_queries(const char* op, const at::Tensor& queries, const c10::SymInt& dim);
+/// Checks rows [num_classes, dim], floating-point.
+void check_rows(const char* op, const char* arg, const at::Tensor& rows,
+                const c10::SymInt& num_classes, const c10::SymInt& dim);
 /// Checks weight [N, dim], and that a bias [N] is given if and only if has_bias.
 void check_class_table(const char* op, const at::Tensor& weight, const OptionalTensor& bias,
                        const c10::SymInt& num_classes, const c10::SymInt& dim, bool has_bias);
 
 /// Raises an error that names the row if a row contains NaN or infinity, or if its squared norm
 /// overflows float32. Reads the whole table.
-void check_finite_rows(const char* op, const at::Tensor& weight);
+void check_finite_rows(const char* op, const char* arg, const at::Tensor& rows);
 /// Raises an error that names the position if a bias contains NaN or infinity.
 void check_finite_bias(const char* op, const OptionalTensor& bias);
 

@@ -27,9 +27,9 @@ ClassChange::ClassChange(const char* op, int64_t num_classes, const OptionalTens
                     ": expected an index of classes that are not numbered by slots");
   check_at_least(op, "num_classes", num_classes, 1);
   if (is_defined(rows)) {
-    check_class_table(op, *rows, std::nullopt, added, index.dim, false);
+    check_rows(op, "rows", *rows, added, index.dim);
     check::same_device(op, "rows", *rows, "index", index.places);
-    check_finite_rows(op, *rows);
+    check_finite_rows(op, "rows", *rows);
   }
   if (is_defined(bias)) {
     TORCH_CHECK_VALUE(has_bias, op, ": expected no bias, got one");

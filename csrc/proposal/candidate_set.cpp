@@ -192,8 +192,7 @@ Tensor candidate_set_any(const Tensor& ids, int64_t num_classes) {
 
 Tensor candidate_set_cpu(const Tensor& ids, int64_t num_classes) {
   check_candidates(ids, num_classes);
-  check::class_ids(kCandidateSet, "candidates",
-                   num_classes > 0 ? ids.masked_fill(ids.eq(-1), 0) : ids, num_classes);
+  check::class_ids(kCandidateSet, "candidates", ids, num_classes, -1);
   if (use_reference()) {
     return candidate_set_any(ids, num_classes);
   }

@@ -25,7 +25,8 @@ void check_candidate_scores_backward(const at::Tensor& grad, const at::Tensor& i
 /// Calls the backward operator through the dispatcher.
 ///
 /// grad [Q, P + S]: the gradients of the scores. scale: [] or [Q], of grad's dtype; multiplies
-/// grad. A gradient of exactly 0 stays 0 even if scale or input is not finite. output_mask: whether
+/// grad. A query with scale 0 adds nothing, even if its grad or input is not finite; a gradient of
+/// exactly 0 stays 0 with a finite input, even if scale is not finite. output_mask: whether
 /// to compute the gradients of input, weight and bias. dense: returns values [N, D] and bias values
 /// [N], one row per row of the table, and rows [0].
 RowGradients candidate_scores_backward(const at::Tensor& grad, const at::Tensor& input,

@@ -172,7 +172,7 @@ BeamSearchResult beam_search_cpu(const Tensor& input, const Tensor& weight,
       Search<T> search(tree, EdgeRows<T>(table, bias_row), beam, dense, named);
       for (int64_t b = first; b < last; ++b) {
         const int64_t begin = b * kBlock, end = std::min(queries, begin + kBlock);
-        Tensor known = product(x.narrow(0, begin, end - begin).to(dtype), top.t());
+        Tensor known = product_in_parts(x.narrow(0, begin, end - begin).to(dtype), top.t());
         if (top_bias.defined()) {
           known = known + top_bias;
         }

@@ -178,18 +178,22 @@ void cut_segments(const char* op, const SparseRowsView& vectors,
       const SiblingSegment segment = open.take();
       ++working;
       lock.unlock();
-      try {
-        cut(bisection, segment);
-      } catch (...) { // out of memory: let the threads that wait for this segment finish
-        lock.lock();
+      const auto finish = [&] {
         --working;
         changed.notify_all();
+      };
+      try {
+        cut(bisection, segment);
+        lock.lock();
+        open.add_below(segment);
+      } catch (...) { // out of memory: let the threads that wait for this segment finish
+        if (!lock.owns_lock()) {
+          lock.lock();
+        }
+        finish();
         throw;
       }
-      lock.lock();
-      --working;
-      open.add_below(segment);
-      changed.notify_all();
+      finish();
     }
   });
   work.check();

@@ -1,6 +1,7 @@
 #include "op/operators.h"
 #include "tree/label_tree.h"
 
+#include "cpu/products.h"
 #include "op/checks.h"
 #include "op/long_work.h"
 #include "random/philox.h"
@@ -14,7 +15,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
-#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -233,7 +233,7 @@ Tensor label_tree_kmeans_order(const Tensor& seed, const Tensor& rows, int64_t a
     const Tensor centroids =
         std::get<0>(kmeans(part_seed, member_rows, arity, iterations, std::nullopt));
     const Tensor cluster =
-        (at::mm(member_rows, centroids.t()) - 0.5 * centroids.square().sum(1)).argmax(1);
+        (product_in_parts(member_rows, centroids.t()) - 0.5 * centroids.square().sum(1)).argmax(1);
     std::vector<Part> parts;
     push_parts(parts, part, order, cluster.const_data_ptr<int64_t>(), arity);
     const int64_t left =

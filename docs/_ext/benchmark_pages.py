@@ -186,8 +186,8 @@ def shown(record: dict, columns: list[str] | None = None, tables: list[int] | No
         if "runs" in record:
             runs = record["runs"]
             parts.append(
-                f"*{runs['count']} trainings of {runs['date'][0]} to {runs['date'][-1]}, at "
-                f"commits {', '.join(runs['commit'])}.*")
+                f"*{runs['count']} trainings on {' and '.join(runs['cpu'])}, {runs['date'][0]} to "
+                f"{runs['date'][-1]}, at commits {', '.join(runs['commit'])}.*")
     cells = {cell.partition(" ")[2] for one in chosen for row in one["rows"] for cell in row}
     if not bare and cells & {"(lowest)", "(highest)"}:
         parts.append("*Lowest, highest: of the learning rates that were trained to the end. One "

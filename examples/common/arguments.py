@@ -190,7 +190,8 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace,
     if "optimizer" in args:
         args.lr = args.lr or learning_rates[args.optimizer]
         if args.row_wise and args.optimizer == "sgd":
-            parser.error("--row-wise: sgd has no state that a row could have one of")
+            parser.error(
+                "--row-wise: expected --optimizer adagrad or adam, got sgd, which has no state")
     complete_ranks(parser, args)
     if args.eval_minutes is None and args.max_minutes is not None:
         args.eval_minutes = args.max_minutes / 6
@@ -209,7 +210,7 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace,
         torch.empty(0, device=args.device).to("cpu")
     # no such device, or the meta device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        parser.error(f"--device: {args.device} is not there ({str(error).splitlines()[0]})")
+        parser.error(f"--device: {args.device} is not available ({str(error).splitlines()[0]})")
     if "sampler" in args:
         check_losses(parser, args)
 
@@ -221,7 +222,11 @@ def check_losses(parser: argparse.ArgumentParser, args: argparse.Namespace):
         parser.error(f"--samples: expected a number for each of the {len(args.sampler)} samplers, "
                      f"got {len(args.samples)}")
     if len(args.sampler) > 1 and "in_batch" in args.sampler:
-        parser.error("--sampler: in_batch, whose candidates are the targets, stands alone")
+        parser.error("--sampler: expected in_batch alone, because its candidates are the targets")
+    if args.distinct and not any(sampler.startswith("midx") for sampler in args.sampler):
+        parser.error(f"--distinct: expected a midx sampler, got {' '.join(args.sampler)}")
+    if args.private and "in_batch" in args.sampler:
+        parser.error("--private: expected a sampler that draws, got in_batch")
     if "noise" in args and args.noise == "midx" and args.candidates_from in ("beam", "routed"):
         parser.error(f"--noise midx: expected no --candidates-from {args.candidates_from}: in a "
                      "tree classes have no rows of their own")
@@ -229,6 +234,14 @@ def check_losses(parser: argparse.ArgumentParser, args: argparse.Namespace):
         parser.error(f"--beam: expected --candidates-from beam, got {args.candidates_from}")
     if args.head < 0:
         parser.error(f"--head: expected 0 or more, got {args.head}")
+
+
+def plain(args: argparse.Namespace) -> dict:
+    """Returns the options as values that JSON has."""
+    return {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in vars(args).items()
+    }
 
 
 def report_errors(program: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
@@ -244,5 +257,6 @@ def report_errors(program: Callable[[argparse.Namespace], int], args: argparse.N
         print(f"{name}: {error}", file=sys.stderr)
         return DIVERGED
     except OSError as error:
-        print(f"{name}: {error.filename}: {error.strerror}", file=sys.stderr)
+        reasons = filter(None, (error.filename, error.strerror or str(error)))
+        print(f"{name}: {': '.join(map(str, reasons))}", file=sys.stderr)
     return 2

@@ -1,6 +1,7 @@
 """Optimizers, samplers and losses by their names on the command line."""
 
 import argparse
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ def build_loss(args: argparse.Namespace, name: str, counts: Tensor, dim: int, bi
             "take fewer, or --loss exact")
     try:
         samplers = [
-            build_sampler(args, kind, counts, dim, num_samples, bias, private=args.private)
+            build_sampler(args, kind, counts, dim, num_samples, bias=bias, private=args.private)
             for kind, num_samples in zip(args.sampler, args.samples)
         ]
         sampler = samplers[0] if len(samplers) == 1 else xs.samplers.UnionSampler(*samplers)
@@ -86,7 +87,7 @@ def build_cane(args: argparse.Namespace, counts: Tensor, dim: int, bias: bool,
     # A uniform noise is sampled outside the candidates directly. Other samplers have up to four
     # tries per noise.
     if noise != "uniform":
-        noise = build_sampler(args, noise, counts, dim, 4 * args.noises, bias, private=True,
+        noise = build_sampler(args, noise, counts, dim, 4 * args.noises, bias=bias, private=True,
                               distinct=False)
     options = {
         "num_noises": args.noises, "noise_sampler": noise, "noise_reduction": args.noise_reduction,
@@ -107,7 +108,7 @@ def build_cane(args: argparse.Namespace, counts: Tensor, dim: int, bias: bool,
             raise ValueError(f"--candidates: expected at most the {len(counts)} classes, got "
                              f"{args.candidates}")
         return xs.CaneLoss(dim, len(counts), **options)  # each call passes the candidates
-    near = build_sampler(args, "midx", counts, dim, args.candidates, bias, private=True,
+    near = build_sampler(args, "midx", counts, dim, args.candidates, bias=bias, private=True,
                          distinct=True)
     return xs.CaneLoss(dim, len(counts), candidates=near, **options)
 
@@ -125,8 +126,18 @@ def codebook_loss(loss: Loss, hidden: Tensor) -> Tensor | float:
     return sum(sampler.codebook_loss(queries, *table) for sampler in samplers)
 
 
-def build_sampler(args: argparse.Namespace, kind: str, counts: Tensor, dim: int, num_samples: int,
-                  bias: bool, private: bool, distinct: bool | None = None) -> xs.samplers.Sampler:
+@dataclass(frozen=True)
+class SamplerOptions:
+    """Options of adaptive samplers, as the command line has them."""
+
+    codewords: int = 64
+    distinct: bool = False
+    refresh_every: int = 500
+
+
+def build_sampler(options: SamplerOptions | argparse.Namespace, kind: str, counts: Tensor, dim: int,
+                  num_samples: int, *, bias: bool, private: bool,
+                  distinct: bool | None = None) -> xs.samplers.Sampler:
     """Creates a sampler.
 
     Args:
@@ -142,12 +153,12 @@ def build_sampler(args: argparse.Namespace, kind: str, counts: Tensor, dim: int,
         return xs.samplers.UnigramSampler(counts.clamp(min=1), num_samples, power=0.75,
                                           shared=shared, distinct=distinct)
     if kind.startswith("midx"):
-        distinct = args.distinct if distinct is None else distinct
+        distinct = options.distinct if distinct is None else distinct
         make = xs.samplers.LearnableMidxSampler if "learnable" in kind else xs.samplers.MidxSampler
         return make(num_classes, dim, num_samples, kind="pq" if kind.endswith("pq") else "rq",
-                    codewords=args.codewords, bias=bias, distinct=distinct,
-                    refresh_every=args.refresh_every)
+                    codewords=options.codewords, bias=bias, distinct=distinct,
+                    refresh_every=options.refresh_every)
     if kind in ("lsh", "sphere", "rff"):
         return xs.samplers.make_sampler(kind, num_classes, num_samples, dim=dim, bias=bias,
-                                        refresh_every=args.refresh_every)
+                                        refresh_every=options.refresh_every)
     return xs.samplers.make_sampler(kind, num_classes, num_samples, shared=shared)

@@ -132,13 +132,17 @@ class Ranks:
             return loss
         return loss / count if self.table == "split" else loss * (self.size / count)
 
+    def per_batch(self, loss: Tensor | float, count: int) -> Tensor | float:
+        """Scales a loss that is not a sum over targets, so that `batch_mean` keeps it."""
+        return loss if self.table is None else loss * (count / self.size)
+
     def whole_table(self, loss: xs.LinearLoss) -> list[Tensor]:
         """Returns weight and bias of all classes."""
         state = loss.state_dict()
         parts = [state[f"linear.{name}"] for name in ("weight", "bias")]
         return [part.full_tensor() if self.table == "split" else part for part in parts]
 
-    def together(self, state: dict, of_rank: tuple[str, ...]) -> dict:
+    def gather_state(self, state: dict, of_rank: tuple[str, ...]) -> dict:
         """Adds the entries of `state` that differ between ranks, from all ranks, on the first."""
         if self.table is None:
             return state
@@ -150,8 +154,8 @@ class Ranks:
         dist.gather_object(mine, of_ranks)
         return local(state) | {"ranks": of_ranks}
 
-    def apart(self, state: dict) -> dict:
-        """Inverse of `together`: returns the state of this rank."""
+    def scatter_state(self, state: dict) -> dict:
+        """Inverse of `gather_state`: returns the state of this rank."""
         if self.table is None:
             return state
         of_ranks = state["ranks"]

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 import xsoftmax as xs
 
+from .arguments import plain
 from .errors import Diverged, UsageError
 from .losses import Loss, build_optimizer
 from .ranks import Ranks
@@ -54,7 +55,7 @@ class Run:
     unit: str
     TEST: tuple[str, ...]
     STATE = ("steps", "targets", "train_seconds", "points", "test", "recent", "due", "rng")
-    OF_RANK: tuple[str, ...] = ("rng",)
+    OF_RANK: tuple[str, ...] = ("rng", "recent")
     MODULES = ("encoder", "loss", "optimizer")
 
     def __init__(self, name: str, args: argparse.Namespace, encoder: nn.Module, loss: Loss):
@@ -132,10 +133,10 @@ class Run:
                  for key in self.STATE
                  } | {key: getattr(self, key).state_dict()
                       for key in self.MODULES}
-        return self.ranks.together(state, self.OF_RANK)
+        return self.ranks.gather_state(state, self.OF_RANK)
 
     def load_state_dict(self, state: dict):
-        state = self.ranks.apart(state)
+        state = self.ranks.scatter_state(state)
         for key in self.STATE:
             setattr(self, key, state[key])
         for key in self.MODULES:
@@ -206,8 +207,8 @@ class Run:
     def batches(self, count: int, what: str, interrupt: "Interrupt"):
         """Yields 0 .. count - 1 with a progress bar on a terminal; stops early if interrupted."""
         for i in tqdm(range(count), desc=f"{self.name}: {what}", disable=self.quiet, leave=False):
-            interrupt.look()
-            if interrupt.seen:
+            interrupt.poll()
+            if interrupt.stopped:
                 return
             yield i
 
@@ -242,23 +243,23 @@ class Run:
         if not self.finished:
             # resumed with a larger budget, so the final weights are not evaluated yet
             self.test = None
-        interrupt.look()
-        if self.due and not interrupt.seen:
+        interrupt.poll()
+        if self.due and not interrupt.stopped:
             self.evaluate(interrupt)  # a previous run was interrupted in it
         eval_seconds = 60 * self.args.eval_minutes if self.args.eval_minutes else math.inf
         evaluated = self.points[-1]["train_seconds"] if self.points else 0.0
         steps = math.ceil(self.args.epochs * self.epoch_steps)
         bar = tqdm(total=steps, initial=self.steps, desc=self.name, unit="step", disable=self.quiet)
-        while not self.finished and not interrupt.seen:
+        while not self.finished and not interrupt.stopped:
             start = time.perf_counter()
             self.step()
-            self.train_seconds += interrupt.look(time.perf_counter() - start)
+            self.train_seconds += interrupt.poll(time.perf_counter() - start)
             bar.update()
             is_time = self.train_seconds - evaluated >= eval_seconds
             if self.finished or self.steps % self.eval_steps == 0 or is_time:
                 start = time.perf_counter()
                 self.read_losses()
-                self.train_seconds += interrupt.look(time.perf_counter() - start)
+                self.train_seconds += interrupt.poll(time.perf_counter() - start)
                 evaluated = self.train_seconds
                 self.rng, self.due = self.rng_state(), True
                 self.evaluate(interrupt)
@@ -268,10 +269,10 @@ class Run:
         bar.close()
         self.read_losses()
         self.rng = self.rng_state()
-        if self.finished and not interrupt.seen and (not self.points
-                                                     or self.points[-1]["step"] < self.steps):
+        if self.finished and not interrupt.stopped and (not self.points
+                                                        or self.points[-1]["step"] < self.steps):
             self.evaluate(interrupt)  # resumed with a smaller budget
-        if self.finished and self.test is None and not interrupt.seen:
+        if self.finished and self.test is None and not interrupt.stopped:
             self.test = self.exactly(self.measure_test, interrupt)
         save()
 
@@ -290,17 +291,17 @@ class Run:
 
 class Interrupt:
     """Turns the first Ctrl-C into a flag that is read between steps, when everything can be saved;
-    the second Ctrl-C ends the program. All ranks call look() together, and stop if one of them was
+    the second Ctrl-C ends the program. All ranks call poll() together, and stop if one of them was
     interrupted."""
     def __init__(self, ranks: Ranks = Ranks()):  # noqa: B008 (it is never modified)
         self.ranks = ranks
-        self.met = self.seen = False
+        self.requested = self.stopped = False
 
-    def look(self, seconds: float = 0.0) -> float:
+    def poll(self, seconds: float = 0.0) -> float:
         """Updates `seen`, and returns the mean of `seconds` over ranks, so that a time budget ends
         on all ranks at once."""
-        met, seconds = self.ranks.mean(self.met, seconds)
-        self.seen = met > 0
+        requested, seconds = self.ranks.mean(self.requested, seconds)
+        self.stopped = requested > 0
         return seconds
 
     def __enter__(self):
@@ -311,7 +312,7 @@ class Interrupt:
         signal.signal(signal.SIGINT, self.previous)
 
     def handle(self, number, frame):
-        self.met = True
+        self.requested = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -365,6 +366,8 @@ def load_run(path: Path, program: ModuleType, device: str = "cpu") -> tuple[Any,
     # options that did not exist when the checkpoint was written get their defaults
     saved = argparse.Namespace(**vars(program.parse_arguments([])) | arguments)
     saved.device = device
+    if getattr(saved, "table", None) is not None:
+        raise UsageError(f"--checkpoint: expected one of a single process, got {path} of several")
     data = program.load_data(saved)
     if fingerprint != data.fingerprint:
         raise UsageError(f"--checkpoint: {data.name} is not what {path} was trained on")
@@ -372,13 +375,6 @@ def load_run(path: Path, program: ModuleType, device: str = "cpu") -> tuple[Any,
     run = program.Run(name, data, saved)
     run.load_state_dict(runs[name])
     return run, data
-
-
-def plain(args: argparse.Namespace) -> dict:
-    return {
-        key: str(value) if isinstance(value, Path) else value
-        for key, value in vars(args).items()
-    }
 
 
 def history(args: argparse.Namespace, runs: list[Run], **data: dict) -> dict:
@@ -427,8 +423,8 @@ def train_each(args: argparse.Namespace, make: Callable[[str], Run], fingerprint
                     write(runs)
 
             run.train(interrupt, save, is_turn)
-            interrupt.look()
-            if interrupt.seen:
+            interrupt.poll()
+            if interrupt.stopped:
                 saved = (f", --checkpoint {args.checkpoint} --resume goes on from here"
                          if args.checkpoint else "")
                 print(f"interrupted after {run.steps} steps of the {run.name} loss{saved}",
@@ -441,15 +437,15 @@ def train_each(args: argparse.Namespace, make: Callable[[str], Run], fingerprint
             runs.append(run)
             if not takes_turns:
                 train(run, False)
-            if interrupt.seen:
+            if interrupt.stopped:
                 break
-        while not interrupt.seen and (left :=
-                                      [run
-                                       for run in runs if run.test is None or not run.finished]):
+        while not interrupt.stopped and (left := [
+                run for run in runs if run.test is None or not run.finished
+        ]):
             for run in left:
                 train(run, True)
-                if interrupt.seen:
+                if interrupt.stopped:
                     break
         if ranks.first:
             write(runs)
-    return runs, interrupt.seen
+    return runs, interrupt.stopped

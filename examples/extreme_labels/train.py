@@ -24,7 +24,7 @@ import xsoftmax as xs
 # the repository's root, so that this file can be started from anywhere
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.common.arguments import fraction, positive, report_errors
+from examples.common.arguments import fraction, plain, positive, report_errors
 from examples.common.errors import UsageError
 from examples.common.report import write_text
 from examples.extreme_labels import data, report
@@ -345,12 +345,7 @@ def train(args: argparse.Namespace) -> int:
     rows = table.rows
     write_text(
         args.output / "history.json",
-        json.dumps(
-            {
-                "arguments": {k: str(v)
-                              for k, v in vars(args).items()}, "dataset": dataset.name,
-                "models": rows
-            }, indent=1))
+        json.dumps({"arguments": plain(args), "dataset": dataset.name, "models": rows}, indent=1))
     rows = json.loads((args.output / "history.json").read_text())["models"]
     write_text(args.output / "table.md", report.table(rows))
     report.plot(rows, args.output / "latency.png")

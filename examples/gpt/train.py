@@ -251,7 +251,7 @@ class Run(training.Run):
             batch = windows.at(torch.arange(i * size, (i + 1) * size)[self.rows])
             loss = self.ranks.batch_mean(self.compute(*batch), size * windows.context)
             total += loss.item()
-        if interrupt.seen:
+        if interrupt.stopped:
             return None
         total, = self.ranks.mean(total)
         return {f"{split}_loss": total / steps}

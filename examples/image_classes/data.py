@@ -196,10 +196,8 @@ def distort(images: Tensor, generator: torch.Generator | None = None) -> Tensor:
     def uniform(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(len(images), generator=generator)
 
-    angle, scale, stretch, shear = uniform(-0.25,
-                                           0.25), uniform(0.85,
-                                                          1.2), uniform(0.9,
-                                                                        1.1), uniform(-0.25, 0.25)
+    angle, scale = uniform(-0.25, 0.25), uniform(0.85, 1.2)
+    stretch, shear = uniform(0.9, 1.1), uniform(-0.25, 0.25)
     cos, sin = angle.cos() * scale, angle.sin() * scale
     theta = torch.stack([
         torch.stack([cos * stretch, shear - sin, uniform(-0.12, 0.12)], 1),

@@ -114,7 +114,7 @@ class Run(training.Run):
             found.append(self.loss.topk(hidden, min(k, self.loss.num_classes))[1].cpu())
             if isinstance(self.loss, xs.BeamTreeLoss):
                 candidates.append(self.loss.candidates(hidden).cpu())
-        if interrupt.seen:
+        if interrupt.stopped:
             return None
         hits = torch.cat(found) == part.labels.unsqueeze(1)
         return {

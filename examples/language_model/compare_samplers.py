@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.common.arguments import positive, report_errors
 from examples.common.errors import UsageError
-from examples.common.losses import SAMPLERS, build_sampler
+from examples.common.losses import SAMPLERS, SamplerOptions, build_sampler
 from examples.common.report import drawing, markdown, write_text
 from examples.common.training import load_run
 from examples.language_model import data, train
@@ -69,7 +69,7 @@ def hidden_states(run: train.Run, batches: int) -> tuple[Tensor, Tensor]:
     parts, state = [], []
     for i in range(min(batches, len(run.parts["valid"]))):
         inputs, targets, _ = run.parts["valid"][i]
-        hidden, state = run.encoder(inputs, state)
+        hidden, state = run.encoder(inputs, [] if run.args.stateless else state)
         parts.append((hidden.flatten(0, 1), targets.flatten()))
     hidden, target = (torch.cat(part) for part in zip(*parts))
     counted = target != data.Batches.IGNORED
@@ -100,8 +100,7 @@ def compare(args: argparse.Namespace) -> int:
     rows = []
     for kind in tqdm(args.sampler, disable=not sys.stderr.isatty()):
         torch.manual_seed(args.seed)
-        options = argparse.Namespace(codewords=args.codewords, distinct=args.distinct,
-                                     refresh_every=0)
+        options = SamplerOptions(args.codewords, args.distinct, refresh_every=0)
         try:
             sampler = build_sampler(options, kind, corpus.counts, linear.in_features, args.samples,
                                     bias=True, private=True)

@@ -139,6 +139,8 @@ class Completer(nn.Module):
         for _ in range(n):
             scores, likely = self.search(self.last_hidden(ids), min(k + 1, len(self.words)))
             scores = scores.masked_fill(likely == self.unknown, float("-inf"))
+            scores, at = torch.topk(scores, min(k, scores.numel()))
+            likely = likely[at]
             if temperature > 0.0:
                 choice = torch.multinomial(torch.softmax(scores / temperature, dim=0), 1)
             else:

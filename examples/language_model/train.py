@@ -169,7 +169,7 @@ class Run(training.Run):
         self.recurrent = [tensor.detach() for tensor in state]
         candidates = [] if self.successors is None else [self.successors[inputs]]
         loss = self.loss_of(hidden, targets, *candidates)
-        return loss + codebook_loss(self.loss, hidden), count
+        return loss + self.ranks.per_batch(codebook_loss(self.loss, hidden), count), count
 
     def loss_of(self, hidden: Tensor, *args: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, self.table.weight.dtype,
@@ -185,7 +185,7 @@ class Run(training.Run):
             hidden, state = self.encoder(inputs, [] if self.args.stateless else state)
             total += self.ranks.batch_mean(self.loss_of(hidden, targets), count).item() * count
             words += count
-        if interrupt.seen:
+        if interrupt.stopped:
             return None
         total, = self.ranks.mean(total)
         # e^700 is close to the largest float64

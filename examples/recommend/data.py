@@ -247,7 +247,7 @@ class Batches:
     def start(self, epoch: int):
         """Prepares an epoch. The order depends only on its number and the seed, so that a run can
         be resumed within an epoch."""
-        random = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        random = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
         self.order = torch.randperm(len(self.begin), generator=random)
         self.items = self.train.shuffled(random).items if self.unordered else self.train.items
         self.epoch = epoch

@@ -35,7 +35,7 @@ import xsoftmax as xs
 # the repository's root, so that this file can be started from anywhere
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.common.arguments import positive, report_errors
+from examples.common.arguments import plain, positive, report_errors
 from examples.common.errors import DataError, UsageError
 from examples.common.report import markdown, mean_and_error, write_text
 from examples.recommend import data
@@ -113,7 +113,7 @@ class Stream:
 
 
 class Ids:
-    """Assigns rows with xs.IdTable. `rows` counts the items of a batch, `find` does not."""
+    """Assigns rows with xs.IdTable. `insert` counts the items of a batch, `find` does not."""
 
     unranked = ignored = NO_ROW
 
@@ -124,7 +124,7 @@ class Ids:
     def attach(self, *modules: nn.Module):
         self.table.attach(*modules)
 
-    def rows(self, items: Tensor) -> Tensor:
+    def insert(self, items: Tensor) -> Tensor:
         return self.table.insert(items)[0]
 
     def find(self, items: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Hashed:
         mixed = items * -7046029254386353131  # wraps around, which separates similar ids
         return ((mixed ^ (mixed >> 32)) & (2**62 - 1)) % self.capacity
 
-    def rows(self, items: Tensor) -> Tensor:
+    def insert(self, items: Tensor) -> Tensor:
         return self.find(items)
 
 
@@ -232,7 +232,7 @@ def follow(name: str, rows: list[list[int]], args: argparse.Namespace, seed: int
                                         args.history)
         recalls.append(recall)
         seen[stream.items[action]] = True
-        table.rows(stream.raw[stream.items[action]])
+        table.insert(stream.raw[stream.items[action]])
         if len(ranked) > 0:
             recent = stream.before(ranked, args.history)
             hidden = model.hidden(table.find(stream.raw[recent.items]), recent.lengths)
@@ -299,12 +299,8 @@ def compare(args: argparse.Namespace) -> int:
         for name in args.rows:
             runs.append(follow(name, rows, args, seed))
             print(json.dumps(runs[-1]), flush=True)
-            arguments = {
-                key: str(value) if isinstance(value, Path) else value
-                for key, value in vars(args).items()
-            }
             write_text(args.output / "runs.json",
-                       json.dumps({"arguments": arguments, "runs": runs}, indent=2) + "\n")
+                       json.dumps({"arguments": plain(args), "runs": runs}, indent=2) + "\n")
             write_text(args.output / "table.md", table_of(runs))
     print(f"\n{table_of(runs)}{args.output}: runs.json, table.md")
     return 0

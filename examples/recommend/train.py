@@ -136,7 +136,9 @@ class Run(training.Run):
         batch = self.train_part.get(self.steps)
         items, lengths, targets = data.part_of_batch(*batch, self.ranks.rank, self.ranks.size)
         hidden = self.encoder(items, lengths)
-        return self.loss(hidden, targets) + codebook_loss(self.loss, hidden), len(batch[-1])
+        count = len(batch[-1])
+        return self.loss(hidden, targets) + self.ranks.per_batch(codebook_loss(self.loss, hidden),
+                                                                 count), count
 
     def measure(self, interrupt: Interrupt) -> dict | None:
         """Evaluates on the validation data. If the result is the best so far, also evaluates on the
@@ -169,7 +171,7 @@ class Run(training.Run):
                 1, dtype=torch.int64)
             found.split(256)[i][mine] = self.recommend(known.select(users), max(PLACES),
                                                        seen)[:mine.stop - mine.start]
-        if interrupt.seen:
+        if interrupt.stopped:
             return None
         predictions, truth = self.ranks.sum(found), queries.truth.select(chosen).split()
         return {

@@ -43,7 +43,7 @@ import xsoftmax as xs
 # the repository's root, so that this file can be started from anywhere
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.common.arguments import positive, report_errors
+from examples.common.arguments import plain, positive, report_errors
 from examples.common.report import markdown, mean_and_error, write_text
 from examples.recommend import data
 from examples.recommend.candidates import METHODS
@@ -132,9 +132,10 @@ def train(name: str, dataset: data.Dataset, args: argparse.Namespace, lr: float,
             optimizer.step()
             seconds, steps = seconds + time.process_time() - start, steps + 1
             bar.update()
-            if max(steps / last, seconds / limit) < (evaluations + 1) / args.evaluations:
+            due = min(args.evaluations, int(args.evaluations * max(steps / last, seconds / limit)))
+            if due == evaluations:
                 continue
-            evaluations += 1
+            evaluations = due
             optimizer.flush()
             found = {
                 f"valid {metric}": figure
@@ -188,13 +189,9 @@ def compare(args: argparse.Namespace) -> int:
     def run(to: list[dict], name: str, lr: float, seed: int) -> dict:
         to.append(train(name, dataset, args, lr, seed))
         print(json.dumps(to[-1]), flush=True)
-        arguments = {
-            key: str(value) if isinstance(value, Path) else value
-            for key, value in vars(args).items()
-        }
         write_text(
             args.output / "runs.json",
-            json.dumps({"arguments": arguments, "searched": searched, "runs": runs}, indent=2) +
+            json.dumps({"arguments": plain(args), "searched": searched, "runs": runs}, indent=2) +
             "\n")
         return to[-1]
 

@@ -12,7 +12,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -41,7 +40,7 @@ MidxCodes midx_encode_cpu(const Tensor& rows, const Tensor& codewords1, const Te
   const Tensor half1 = (0.5 * codewords1.square().sum(1)).contiguous(),
                half2 = 0.5 * codewords2.square().sum(1);
   const Tensor cross =
-      residual ? at::mm(codewords1, codewords2.t()) : at::zeros({k, k}, half1.options());
+      residual ? product_in_parts(codewords1, codewords2.t()) : at::zeros({k, k}, half1.options());
   const Tensor penalty2 = (cross + half2).contiguous();
   const Tensor both = residual ? at::cat({codewords1, codewords2}).t().contiguous() : Tensor();
   const Tensor first = codewords1.t().contiguous(), second = codewords2.t().contiguous();
@@ -52,11 +51,11 @@ MidxCodes midx_encode_cpu(const Tensor& rows, const Tensor& codewords1, const Te
   for_row_blocks(rows, 2 * k, [&](int64_t begin, const Tensor& x) {
     Tensor product = at::empty({x.size(0), 2 * k}, x.options());
     if (residual) {
-      multiply(product, x, both);
+      multiply_in_parts(product, x, both);
     } else {
       Tensor left = product.narrow(1, 0, k), right = product.narrow(1, k, k);
-      multiply(left, x.narrow(1, 0, width1), first);
-      multiply(right, x.narrow(1, width1, features - width1), second);
+      multiply_in_parts(left, x.narrow(1, 0, width1), first);
+      multiply_in_parts(right, x.narrow(1, width1, features - width1), second);
     }
     const float *p = product.const_data_ptr<float>(), *row = x.const_data_ptr<float>();
     const NearestRowTable& kernels = nearest_rows();

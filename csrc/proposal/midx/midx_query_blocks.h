@@ -132,8 +132,8 @@ inline MidxQueries midx_query_block(const at::Tensor& input, const CheckedMidxIn
         : rows.f64.function(score + at, exp + at, product.const_data_ptr<double>() + at, k,
                             kMidxRange);
   }
-  multiply(queries.first_probability, strided_view(queries.exp, {n, k}, {2 * k, 1}, k),
-           transposed(checked.mass));
+  multiply_in_parts(queries.first_probability, strided_view(queries.exp, {n, k}, {2 * k, 1}, k),
+                    transposed(checked.mass));
   double* probability = queries.first_probability.mutable_data_ptr<double>();
   for (int64_t q = 0; q < n; ++q) {
     z[q] = rows.normalize(probability + q * k, probability + q * k, exp + q * 2 * k, k);
@@ -142,8 +142,8 @@ inline MidxQueries midx_query_block(const at::Tensor& input, const CheckedMidxIn
   return queries;
 }
 
-// Calls task(begin, queries) on blocks of queries, on several threads. Each product runs on one
-// thread, so rounding does not depend on the number of threads.
+// Calls task(begin, queries) on blocks of queries, on several threads. Blocks and products do not
+// depend on the number of threads.
 template <typename Task>
 void for_midx_blocks(const at::Tensor& input, const CheckedMidxIndex& checked, int64_t per_task,
                      const Task& task) {

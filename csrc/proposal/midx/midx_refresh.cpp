@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> midx_codebooks(const Tensor& seed, co
 // table only to report an error.
 void check_finite(const char* op, const Tensor& squares, const ClassTable& table) {
   if (!squares.sum(at::kDouble).isfinite().item<bool>()) {
-    check_finite_rows(op, table.weight);
+    check_finite_rows(op, "weight", table.weight);
     TORCH_CHECK_VALUE(false, op, ": expected codewords with finite values, got an infinity or NaN");
   }
 }
@@ -404,7 +404,7 @@ void MidxFamily::update_between_refreshes(const char* op, const Tensor& weight,
   }
   const ClassTable table(weight, bias, whole);
   if (whole) {
-    check_finite_rows(op, table.weight);
+    check_finite_rows(op, "weight", table.weight);
     check_finite_bias(op, table.bias);
   }
   if (due) {

@@ -89,9 +89,10 @@ Tensor products_on_cpu(const Tensor& x, const MidxCodewords& codewords) {
       ? x
       : strided_view(x, {n, codewords.second.size(1)}, x.strides(), width1 * x.stride(1));
   const Tensor first_input = codewords.residual ? x : strided_view(x, {n, width1}, x.strides());
-  multiply(strided_view(products, {n, k}, {2 * k, 1}), first_input, transposed(codewords.first));
-  multiply(strided_view(products, {n, k}, {2 * k, 1}, k), second_input,
-           transposed(codewords.second));
+  multiply_in_parts(strided_view(products, {n, k}, {2 * k, 1}), first_input,
+                    transposed(codewords.first));
+  multiply_in_parts(strided_view(products, {n, k}, {2 * k, 1}, k), second_input,
+                    transposed(codewords.second));
   return products;
 }
 

@@ -115,7 +115,7 @@ std::tuple<std::vector<Tensor>, std::string> static_resize(std::string owner, at
     check::int64(op, "order", ids);
     const int64_t last = ids.numel() > 0 ? ids.max().item<int64_t>() : -1;
     TORCH_CHECK_VALUE(last < num_classes, op, ": expected num_classes above ", last,
-                      ", a class that is always there, got ", num_classes);
+                      ", a class that is always drawn, got ", num_classes);
     return {tables.vec(), print_options(options)};
   }
   if (options.distribution != "table") {

@@ -230,7 +230,7 @@ void KernelFamily::exclude_last(KernelIndex& index, int64_t count) {
 Tensor KernelFamily::refresh(const char* op, const ClassTable& table, const KernelIndex& index,
                              const KernelOptions&, const std::optional<at::Generator>&) {
   const auto& [weight, bias] = table;
-  check_finite_rows(op, weight);
+  check_finite_rows(op, "weight", weight);
   check_finite_bias(op, bias);
   constexpr int64_t kRows = 1 << 13; // bounds the copies in memory
   LongWork work(op, 2 * index.classes());

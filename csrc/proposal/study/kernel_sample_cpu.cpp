@@ -261,7 +261,7 @@ void for_queries(const Tensor& queries, const KernelIndex& index, const Tree& tr
           if (makes_pairs) {
             write_pairs(x, features);
           }
-          multiply(products, features, others.t());
+          multiply_in_parts(products, features, others.t());
           for (int64_t i = 0; i < size; ++i) {
             descent.start(first + i, x.const_data_ptr<float>() + i * tree.width,
                           features.const_data_ptr<float>() + i * features.size(1),

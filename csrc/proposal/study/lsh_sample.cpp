@@ -138,7 +138,7 @@ void LshFamily::exclude_last(LshIndex& index, int64_t count) {
 Tensor LshFamily::refresh(const char* op, const ClassTable& table, const LshIndex& index,
                           const LshOptions&, const std::optional<at::Generator>&) {
   const auto& [weight, bias] = table;
-  check_finite_rows(op, weight);
+  check_finite_rows(op, "weight", weight);
   check_finite_bias(op, bias);
   const int64_t num_drawn = index.order.size(0);
   if (index.code.is_cpu()) {

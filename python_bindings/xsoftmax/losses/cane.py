@@ -196,7 +196,7 @@ class CaneLoss(CandidateLoss):
             ValueError, TypeError, IndexError, RuntimeError: same as :class:`CaneLoss`.
         """
         if target_prob is not None:
-            raise ValueError(f"{self._name}: expected hard targets, without target_prob, got some: "
+            raise ValueError(f"{self._name}: expected hard targets, got target_prob: "
                              "LinearCrossEntropyLoss, SampledSoftmaxLoss and "
                              "exact(input, target, target_prob) take it")
         if not torch.jit.is_scripting():
@@ -212,12 +212,16 @@ class CaneLoss(CandidateLoss):
             return self.exact(input, target, None)
         call_candidates = self._check_candidates(input, candidates)
         description, state = self._describe(call_candidates)
-        if description != "":
+        # One operator takes one mode for all samplers.
+        same_mode = True
+        if self.candidate_sampler is not None:
+            same_mode = self.candidate_sampler.training == self.noise.training
+        if description != "" and same_mode:
             optional_tensors: List[Optional[Tensor]] = []
             if self.weight is not None:
                 optional_tensors = [self.weight, None, None, None, None]
-            return self._run_step(input, target, state, description, generator, True, True,
-                                  optional_tensors)
+            return self._run_step(input, target, state, description, generator, self.noise.training,
+                                  True, optional_tensors)
         queries, sampler_target = self._prepare_sampling(input, target)
         if self.candidate_sampler is not None:
             self.candidate_sampler.prepare(self.linear.weight, self.linear.bias, generator)

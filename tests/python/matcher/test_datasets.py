@@ -60,7 +60,7 @@ def test_a_large_file_is_read_in_parts(tmp_path):
     ("1 5 4\n-1 1:1\n", r":2: expected labels in \[0, 4\), got \"-1\""),
     ("1 5 4\n1.5 1:1\n", r":2: expected labels in \[0, 4\), got \"1.5\""),
     ("1 5 4\n1,1 1:1\n", r":2: expected different labels, got \"1\""),
-    ("1 5 4\n1, 1:1\n", r":2: expected a label behind each comma"),
+    ("1 5 4\n1, 1:1\n", r":2: expected a label after each comma"),
     ("1 5 4\n1:1\n", r":2: expected labels, then a space"),
     ("1 5 4\n0 5:1\n", r":2: expected features in \[0, 5\), got \"5:1\""),
     ("1 5 4\n0 -1:1\n", r":2: expected features in \[0, 5\), got \"-1:1\""),
@@ -83,7 +83,7 @@ def test_malformed_files_are_refused_with_the_line(tmp_path, text, message):
 
 
 def test_all_number_formats_are_read(tmp_path):
-    (tmp_path / "data.txt").write_text("1 6 2\n0 0:+0.5 1:1e-50 2:-2.5E+1 3:.25 4:7\n")
+    (tmp_path / "data.txt").write_text("1 6 2\n0 0:+0.5 1:1e-400 2:-2.5E+1 3:.25 4:7\n")
     X, _ = read_examples(tmp_path / "data.txt")
     assert X.toarray().tolist() == [[0.5, 0.0, -25.0, 0.25, 7.0, 0.0]]
 

@@ -93,6 +93,7 @@ CASES = {
     "midx_items.beauty": "--rates .004 --only '64 private midx_pq'",
     "midx_items.gowalla": "--rates .004 --seeds 1 --only '64 private lsh'",
     "midx_items.gru": "--rates .004 --seeds 2 --only '64 private midx'",
+    "midx_items.gru_gowalla": "--rates .004 --seeds 1 --only '64 private uniform'",
     "midx_labels.delicious": "--samples 5 --lr .01 --seeds 1 --only full uniform",
     "midx_labels.generated": "--scale .01 --samples 5 --lr .01 --seeds 2 --only full midx",
     "pecos_ablation.settings": "--seeds 1", "parallel_trees.threads": "--repeats 1 --scale .02"
@@ -180,7 +181,7 @@ def test_plots_of_linear_models_show_the_figures_of_their_tables(experiments):
 def test_missing_data_is_named(tmp_path):
     done = run(tmp_path / "nowhere", tmp_path, "midx_items")
     assert done.returncode == 1
-    assert done.stdout.count("left out, since") == 3 and "amazon_beauty/Beauty.txt" in done.stdout
+    assert done.stdout.count("left out, since") == 4 and "amazon_beauty/Beauty.txt" in done.stdout
     assert not list(tmp_path.glob("*.json"))
 
 

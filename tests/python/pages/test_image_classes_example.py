@@ -138,8 +138,8 @@ def test_vgg16_has_its_usual_layers():
     (["--arity", "1"], "--arity: expected at least 2, got 1"),
     (["--lr", "inf"], "--lr: expected more than 0, got inf"),
     (["--seed", "99999999999999999999"], "--seed: expected an integer of 64 bits"),
-    (["--device", "foo"], "--device: foo is not there"),
-    (["--device", "meta"], "--device: meta is not there"),
+    (["--device", "foo"], "--device: foo is not available"),
+    (["--device", "meta"], "--device: meta is not available"),
     (["--beam", "9", "--candidates-from", "head"], "--beam: expected --candidates-from beam, got "
      "head"),
     (["--checkpoint", "/proc/nothing/run.pt"], "--checkpoint: nothing can be written to "
