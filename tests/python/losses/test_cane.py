@@ -11,7 +11,7 @@ from cane_checks import REDUCTIONS, check_against_formula, naive
 from sampler_checks import check_scripted_compiled_and_saved
 from xsoftmax import CaneLoss
 from xsoftmax.samplers import (CandidateSet, InBatchSampler, MidxSampler, StaticSampler,
-                               UniformSampler, UnigramSampler)
+                               StreamingCounts, UniformSampler, UnigramSampler)
 
 WEIGHTS = torch.tensor([9.0, 5, 4, 3, 2, 2, 1, 1, 1, 0.5])
 
@@ -275,6 +275,22 @@ def test_no_noise():
     want = torch.nn.functional.cross_entropy(loss.linear(input)[:, :4], torch.tensor([0, 3, 2]))
     torch.testing.assert_close(loss(input, torch.tensor([0, 3, 2])), want)
     assert loss(input, torch.tensor([8, 3, 2])).isfinite()
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_sampler_in_eval_counts_nothing(sampled):
+    """A step in training counts its targets, and none for the sampler that is in eval()."""
+    samplers = [
+        UnigramSampler(StreamingCounts(50), 5, shared=False, distinct=False) for _ in range(2)
+    ]
+    loss = CaneLoss(5, 50, candidates=samplers[1] if sampled else 4, noise_sampler=samplers[0])
+    loss.noise.eval()
+    loss(torch.randn(6, 5), torch.arange(6) + 20)
+    assert int(samplers[0].streaming.total) == 0
+    assert int(samplers[1].streaming.total) == 6 * sampled
+    loss.noise.train()
+    loss(torch.randn(6, 5), torch.arange(6) + 20)
+    assert int(samplers[0].streaming.total) == 6
 
 
 BAD = [

@@ -17,6 +17,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 ops = torch.ops.xsoftmax
 
 
+def test_errors_of_new_rows_name_them():
+    sampler = MidxSampler(100, 8, codewords=4)
+    sampler.refresh(torch.randn(100, 8))
+    with pytest.raises(ValueError, match=r"expected rows of shape \[10, 8\], got \[9, 8\]"):
+        sampler.resize(110, rows=torch.randn(9, 8))
+    with pytest.raises(ValueError, match="expected rows whose rows have finite norms"):
+        sampler.resize(101, rows=torch.full((1, 8), 1e25))
+
+
 def test_any_number_of_threads_builds_the_same_index(same_for_any_threads):
     """Beyond 65,536 classes threads share the sort by cell; also with weights and excluded
     classes."""

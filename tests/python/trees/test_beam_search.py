@@ -158,10 +158,10 @@ def test_shapes(impl):
                   2)[1].tolist() == [[0, -1], [0, -1]]
 
 
-@pytest.mark.parametrize("Q", [60, 300])
-def test_threads_give_the_same_bits(same_for_any_threads, Q):
+@pytest.mark.parametrize("Q, D", [(60, 16), (300, 16), (66, 1024)])
+def test_threads_give_the_same_bits(same_for_any_threads, Q, D):
     tree = LabelTree.balanced(5000, 10)
-    args = edge_problem(tree, Q=Q, D=16, dtype=torch.float32)
+    args = edge_problem(tree, Q=Q, D=D, dtype=torch.float32)
     same_for_any_threads(lambda: search(*args, tree, 7))
 
 
