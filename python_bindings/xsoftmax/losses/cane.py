@@ -212,11 +212,7 @@ class CaneLoss(CandidateLoss):
             return self.exact(input, target, None)
         call_candidates = self._check_candidates(input, candidates)
         description, state = self._describe(call_candidates)
-        # One operator takes one mode for all samplers.
-        same_mode = True
-        if self.candidate_sampler is not None:
-            same_mode = self.candidate_sampler.training == self.noise.training
-        if description != "" and same_mode:
+        if description != "":
             optional_tensors: List[Optional[Tensor]] = []
             if self.weight is not None:
                 optional_tensors = [self.weight, None, None, None, None]
