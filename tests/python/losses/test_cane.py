@@ -278,15 +278,14 @@ def test_no_noise():
 
 
 def test_noise_in_eval_counts_nothing():
-    loss = CaneLoss(5, 50, candidates=4,
-                    noise_sampler=UnigramSampler(StreamingCounts(50), 5, shared=False,
-                                                 distinct=False))
+    noise = UnigramSampler(StreamingCounts(50), 5, shared=False, distinct=False)
+    loss = CaneLoss(5, 50, candidates=4, noise_sampler=noise)
     loss.noise.eval()
     loss(torch.randn(6, 5), torch.arange(6) + 20)
-    assert int(loss.noise.streaming.total) == 0
+    assert int(noise.streaming.total) == 0
     loss.noise.train()
     loss(torch.randn(6, 5), torch.arange(6) + 20)
-    assert int(loss.noise.streaming.total) == 6
+    assert int(noise.streaming.total) == 6
 
 
 BAD = [
