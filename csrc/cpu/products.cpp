@@ -11,6 +11,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <cstdlib>
+#include <numeric>
 #include <string_view>
 
 namespace xsoftmax {
@@ -20,6 +21,8 @@ using at::Tensor;
 
 constexpr int64_t kFewTerms = 4096; // multiply-adds up to which a loop is faster than an ATen call
 constexpr int64_t kRowsOfBlocks = 16; // of left: with fewer, packing costs more than blocks save
+// Multiply-adds up to which dot products of few rows are faster than filling up their number.
+constexpr int64_t kDotTerms = 1 << 18;
 
 // Returns whether to use `enabled_value` instead of `disabled_value`: as the environment variable
 // `name` says or, if it is not set, if `enabled_value` is faster on this CPU (`faster_by_default`).
@@ -92,6 +95,58 @@ void small_product(const Tensor& out, const Tensor& left, const Tensor& right, b
   }
 }
 
+// Adds up lane by lane, so that the compiler uses vector registers without changing the order.
+template <typename T>
+T dot(const T* a, const T* b, int64_t terms) {
+  constexpr int64_t kLanes = 16;
+  T sums[kLanes] = {};
+  int64_t k = 0;
+  for (; k + kLanes <= terms; k += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      sums[lane] += a[k + lane] * b[k + lane];
+    }
+  }
+  T sum = 0;
+  for (; k < terms; ++k) {
+    sum += a[k] * b[k];
+  }
+  return std::accumulate(sums, sums + kLanes, sum);
+}
+
+template <typename T>
+void product_by_dots(const Tensor& out, const Tensor& left, const Tensor& right, bool add) {
+  T* const to = data<T>(out);
+  const T *const a = const_data<T>(left), *const b = const_data<T>(right);
+  for (int64_t i = 0; i < left.size(0); ++i) {
+    for (int64_t j = 0; j < right.size(1); ++j) {
+      const T sum = dot(a + i * left.stride(0), b + j * right.stride(1), left.size(1));
+      T& element = to[i * out.stride(0) + j * out.stride(1)];
+      element = add ? element + sum : sum;
+    }
+  }
+}
+
+// Computes a product with few rows of left, in an order that does not depend on the number of
+// threads.
+void few_rows_product(const Tensor& out, const Tensor& left, const Tensor& right, bool add,
+                      int64_t step) {
+  const auto dtype = out.scalar_type();
+  const int64_t count = left.size(0), terms = left.size(1);
+  if (left.scalar_type() == dtype && right.scalar_type() == dtype && left.stride(1) == 1 &&
+      right.stride(0) == 1 && out.numel() * terms <= kDotTerms &&
+      (dtype == at::kFloat || dtype == at::kDouble)) {
+    dtype == at::kFloat ? product_by_dots<float>(out, left, right, add)
+                        : product_by_dots<double>(out, left, right, add);
+    return;
+  }
+  const Tensor rows = at::zeros({kRowsOfBlocks, terms}, left.options()),
+               result = at::empty({kRowsOfBlocks, right.size(1)}, out.options());
+  rows.narrow(0, 0, count).copy_(left);
+  multiply_in_parts(result, rows, right, {}, step);
+  const Tensor part = result.narrow(0, 0, count);
+  add ? out.add_(part) : out.copy_(part);
+}
+
 } // namespace
 
 bool use_float32_blocks() {
@@ -160,7 +215,7 @@ Tensor product(const Tensor& left, const Tensor& right) {
 
 void multiply_in_parts(const Tensor& out, const Tensor& left, const Tensor& right,
                        ProductOptions options, int64_t step) {
-  const int64_t size = left.size(1), count = left.size(0);
+  const int64_t size = left.size(1);
   // The sums of these products have a fixed order.
   const bool is_fixed = options.bfloat16 || can_use_float32_blocks(out, left, right);
   if (is_fixed) {
@@ -168,13 +223,8 @@ void multiply_in_parts(const Tensor& out, const Tensor& left, const Tensor& righ
   } else if (step == kTermsOfProduct && out.scalar_type() == at::kDouble) {
     step /= 2;
   }
-  if (!is_fixed && count < kRowsOfBlocks && out.is_cpu() && !is_small(out, left, right)) {
-    const Tensor rows = at::zeros({kRowsOfBlocks, size}, left.options()),
-                 result = at::empty({kRowsOfBlocks, right.size(1)}, out.options());
-    rows.narrow(0, 0, count).copy_(left);
-    multiply_in_parts(result, rows, right, {}, step);
-    const Tensor part = result.narrow(0, 0, count);
-    options.add ? out.add_(part) : out.copy_(part);
+  if (!is_fixed && left.size(0) < kRowsOfBlocks && out.is_cpu() && !is_small(out, left, right)) {
+    few_rows_product(out, left, right, options.add, step);
     return;
   }
   // A product without terms still has to write zeros.
