@@ -117,6 +117,10 @@ ABLATION = {"exact": EXACT} | {
         str(steps)
     ]
     for steps in (50, 200, 1000, 1328, 10_000)  # 1,328 is an epoch
+} | {
+    f"20 {sampler}, refreshed every 100 steps": private(sampler, 20, *RANKING, "--refresh-every",
+                                                        "100")
+    for sampler in ("lsh", "sphere", "rff")  # the others are refreshed every 500 steps
 }
 
 
