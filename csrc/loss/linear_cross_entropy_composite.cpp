@@ -27,7 +27,8 @@ namespace {
 using at::Tensor;
 
 // Shared by the composites: the operands in opmath_type, and the weights of the terms of the loss
-//     loss_q = target_weight_q (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc)
+//     loss_q = target_weight_q (log Z_q - s_qt)
+//              + smoothing_weight sum_c class_weight_c (log Z_q - s_qc)
 //              + z_weight_q (log Z_q)^2,   or 0 if q is ignored.
 struct ReferenceTerms {
   // bias and class_weight: [N], zeros and ones if absent.
@@ -60,13 +61,14 @@ struct ReferenceTerms {
     return at::mm(query, weight.narrow(0, begin, size).to(query.scalar_type()).t());
   }
   // Returns the factor [Q, 1] of the probabilities in the gradient of the logits. target_grad and
-  // even_grad [Q]: `grad` times the weights of the first two terms, 0 if ignored.
-  Tensor probability_scale(const Tensor& grad, const Tensor& target_grad, const Tensor& even_grad,
-                           const Tensor& ignored, const Tensor& normalizer, double z_loss) const {
+  // smoothing_grad [Q]: `grad` times the weights of the first two terms, 0 if ignored.
+  Tensor probability_scale(const Tensor& grad, const Tensor& target_grad,
+                           const Tensor& smoothing_grad, const Tensor& ignored,
+                           const Tensor& normalizer, double z_loss) const {
     // Without smoothing the class weights of all classes are not used, because an infinite one
     // times 0 would be NaN.
     const Tensor scale =
-        (smoothing_weight > 0 ? target_grad + even_grad * class_weight.sum() : target_grad)
+        (smoothing_weight > 0 ? target_grad + smoothing_grad * class_weight.sum() : target_grad)
             .unsqueeze(1);
     if (z_loss == 0) {
       return scale;

@@ -26,7 +26,8 @@ namespace {
 using at::Tensor;
 
 // The weights of the terms of the loss of a query:
-//     loss_q = target_weight (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc)
+//     loss_q = target_weight (log Z_q - s_qt)
+//              + smoothing_weight sum_c class_weight_c (log Z_q - s_qc)
 //              + z_weight (log Z_q)^2,   or 0 if q is ignored.
 template <typename A>
 struct LossTerms {
@@ -35,7 +36,7 @@ struct LossTerms {
   const A* class_weight; // nullptr: ones
   double label_smoothing;
   double smoothing_weight;           // label_smoothing / classes
-  double weight_sum;     // sum of all class weights; set only if even > 0
+  double weight_sum;     // sum of all class weights; set only if smoothing_weight > 0
   double z_loss;
 
   bool ignored(int64_t q) const { return target[q] == ignore_index; }

@@ -338,7 +338,7 @@ Tensor linear_positives_loss(const Tensor& input, const Tensor& weight, const Op
                              const ExactPositivesOptions& options) {
   check_batch(kLinearPositivesLoss, input, target, weight, options.ignore_index);
   TORCH_CHECK_VALUE(target.dim() == input.dim(), kLinearPositivesLoss,
-                    ": expected target of shape [*, T] beside input of shape ", input.sym_sizes(),
+                    ": expected target of shape [*, T] for input of shape ", input.sym_sizes(),
                     ", got ", target.sym_sizes());
   check_class_weight(kLinearPositivesLoss, class_weight, weight.sym_size(0), target);
   check_positives(kLinearPositivesLoss, options, class_weight, options.label_smoothing);

@@ -51,15 +51,15 @@ Tensor listed(const Tensor& ids, const Tensor& lists) {
                     ": expected ids of shape [M], or [", lists.sym_size(0),
                     ", M], a row for each list, got ", ids.sym_sizes());
   check::same_device(op, "lists", lists, "ids", ids);
-  const Tensor asked = ids.dim() == 2
+  const Tensor query_ids = ids.dim() == 2
       ? ids.contiguous()
       : ids.expand_symint({lists.sym_size(0), ids.sym_size(0)}).contiguous();
   if (lists.sym_size(1) == 0) {
-    return at::zeros_like(asked, at::kBool);
+    return at::zeros_like(query_ids, at::kBool);
   }
   const Tensor ordered = std::get<0>(lists.sort(1));
-  return ordered.gather(1, at::searchsorted(ordered, asked).clamp_max(lists.sym_size(1) - 1))
-      .eq(asked);
+  return ordered.gather(1, at::searchsorted(ordered, query_ids).clamp_max(lists.sym_size(1) - 1))
+      .eq(query_ids);
 }
 
 Tensor inclusion_log_count(const Tensor& log_prob, const Tensor& draws, int64_t uniform_draws,
@@ -69,8 +69,8 @@ Tensor inclusion_log_count(const Tensor& log_prob, const Tensor& draws, int64_t 
   check::dim(op, "draws", draws, 0);
   check::same_device(op, "draws", draws, "log_prob", log_prob);
   TORCH_CHECK_VALUE(uniform_draws >= 0 && (uniform_draws == 0 || num_ids >= 1), op,
-                    ": expected uniform_draws of at least 0, and num_ids of at least 1 beside "
-                    "some, got ",
+                    ": expected uniform_draws of at least 0, and num_ids of at least 1 if "
+                    "there are some, got ",
                     uniform_draws, " and ", num_ids);
   const double uniform =
       uniform_draws == 0 ? 0 : double(uniform_draws) * std::log1p(-1.0 / double(num_ids));

@@ -191,10 +191,10 @@ struct SgdRule : PendingRule<SgdRule> {
       const Tensor& buffer = item.state[SgdState::kBuffer];
       const bool whole = buffer_is_new || options.dampening() == 0;
       // The first step takes all of the gradient.
-      const auto step_count = [&] {
+      const auto gradient_factor = [&] {
         return 1 - item.state[SgdState::kCount].ne(0).to(at::kDouble) * options.dampening();
       };
-      buffer.mul_(options.momentum()).add_(whole ? direction : direction.mul(step_count()));
+      buffer.mul_(options.momentum()).add_(whole ? direction : direction.mul(gradient_factor()));
       direction = options.nesterov() ? direction.add(buffer, options.momentum()) : buffer;
     }
     if (is_defined(item.lr)) {

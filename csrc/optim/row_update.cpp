@@ -79,8 +79,8 @@ LearningRate learning_rate(double value, const OptionalTensor& lr, const Tensor&
 std::tuple<Tensor, Tensor> touched_rows(const Tensor& rows, const Tensor& values) {
   auto [sorted, sums] = sum_equal_rows(rows, values.to(opmath_dtype(values.scalar_type())));
   const Tensor differs = sums.ne(0);
-  const Tensor buffer_factor = (sums.dim() == 2 ? differs.any(1) : differs).nonzero().squeeze(1);
-  return {sorted.index_select(0, buffer_factor), sums.index_select(0, buffer_factor)};
+  const Tensor nonzero = (sums.dim() == 2 ? differs.any(1) : differs).nonzero().squeeze(1);
+  return {sorted.index_select(0, nonzero), sums.index_select(0, nonzero)};
 }
 
 Tensor rounded_rows(const Tensor& rows, const Tensor& ids, int64_t step, at::ScalarType dtype,

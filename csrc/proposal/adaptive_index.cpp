@@ -66,7 +66,7 @@ bool ClassChange::check_known() const {
   }
   const bool known = index_.known() && (added == 0 || is_defined(rows_));
   TORCH_CHECK_VALUE(!known || added == 0 || is_defined(bias_) || !has_bias_, op_,
-                    ": expected a bias beside the rows of classes, got none");
+                    ": expected a bias with the rows of classes, got none");
   return known;
 }
 

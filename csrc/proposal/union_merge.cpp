@@ -138,12 +138,13 @@ void check_private_counts(const char* op, const Tensor& counts, at::TensorList i
 
 std::tuple<std::vector<Tensor>, std::vector<Tensor>> union_merge(
     at::TensorList ids, at::TensorList log_count, const c10::List<OptionalTensor>& target_log_count,
-    at::IntArrayRef part, int64_t first_private, at::TensorList asked, at::IntArrayRef of_set,
-    const OptionalTensor& target) {
+    at::IntArrayRef part, int64_t first_private, at::TensorList queried_counts,
+    at::IntArrayRef of_set, const OptionalTensor& target) {
   constexpr const char* op = "union_merge";
   const size_t sets = ids.size();
   TORCH_CHECK_VALUE(log_count.size() == sets && target_log_count.size() == sets &&
-                        part.size() == sets && asked.size() == of_set.size() && first_private >= 0,
+                        part.size() == sets && queried_counts.size() == of_set.size() &&
+                        first_private >= 0,
                     op, ": expected a log_count, a target_log_count and a part for each of ", sets,
                     " sets, and a set for each count that was asked for");
   std::vector<std::vector<Tensor>> counts(sets);
@@ -156,10 +157,10 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> union_merge(
   if (is_defined(target)) {
     check::int64(op, "target", *target);
   }
-  for (size_t i = 0; i < asked.size(); ++i) {
+  for (size_t i = 0; i < queried_counts.size(); ++i) {
     TORCH_CHECK_VALUE(of_set[i] >= 0 && size_t(of_set[i]) < sets, op, ": expected of_set in [0, ",
                       sets, "), got ", of_set[i]);
-    counts[of_set[i]].push_back(asked[i]);
+    counts[of_set[i]].push_back(queried_counts[i]);
   }
   const c10::SymInt targets =
       is_defined(target) && target->dim() == 2 ? target->sym_size(1) : c10::SymInt(1);
@@ -200,7 +201,7 @@ XSOFTMAX_OPERATORS(m) {
   m.def("union_classes(Tensor queries, Tensor? target, Tensor[] ids) -> Tensor", union_classes);
   m.def(
       "union_merge(Tensor[] ids, Tensor[] log_count, Tensor?[] target_log_count, int[] part, int "
-      "first_private, Tensor[] asked, int[] of_set, "
+      "first_private, Tensor[] queried_counts, int[] of_set, "
       "Tensor? target) -> (Tensor[] log_count, Tensor[] target_log_count)",
       union_merge);
 }

@@ -31,11 +31,11 @@ at::Tensor union_classes(const at::Tensor& queries, const OptionalTensor& target
 /// target_log_count, in target's shape (unchanged for shared sets; size 0 if there is none). Sets
 /// are in the order in which they were drawn, and their counts are those of their own part only.
 /// part: the number of the part that drew each set, ascending. Sets from `first_private` on are
-/// those of private parts, drawn with union_classes. asked[i]: log counts of the ids of set
-/// of_set[i] under another part.
+/// those of private parts, drawn with union_classes. queried_counts[i]: log counts of the ids of
+/// set of_set[i] under another part.
 std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> union_merge(
     at::TensorList ids, at::TensorList log_count, const c10::List<OptionalTensor>& target_log_count,
-    at::IntArrayRef part, int64_t first_private, at::TensorList asked, at::IntArrayRef of_set,
-    const OptionalTensor& target);
+    at::IntArrayRef part, int64_t first_private, at::TensorList queried_counts,
+    at::IntArrayRef of_set, const OptionalTensor& target);
 
 } // namespace xsoftmax

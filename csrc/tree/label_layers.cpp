@@ -98,10 +98,12 @@ std::vector<int64_t> layer_negatives(const std::vector<std::string>& negatives, 
     result.push_back(result.empty() ? int64_t(kAllRows) : rules);
   }
   const bool uses_user_negatives = (all & kUserNegatives) != 0;
-  TORCH_CHECK_VALUE(has_user_negatives || !uses_user_negatives, kTrain,
-                    ": expected user_negatives beside negatives with \"user\", got none");
-  TORCH_CHECK_VALUE(uses_user_negatives || !has_user_negatives, kTrain,
-                    ": expected negatives with \"user\" beside user_negatives, got others");
+  TORCH_CHECK_VALUE(
+      has_user_negatives || !uses_user_negatives, kTrain,
+      ": expected user_negatives together with negatives that contain \"user\", got none");
+  TORCH_CHECK_VALUE(
+      uses_user_negatives || !has_user_negatives, kTrain,
+      ": expected negatives that contain \"user\" together with user_negatives, got others");
   return result;
 }
 

@@ -59,15 +59,15 @@ def read_examples(
     """
     if str(path).endswith(".npz"):
         if labels is None:
-            raise ValueError(f"read_examples: expected labels beside {path}, got None")
+            raise ValueError(f"read_examples: expected labels for {path}, got None")
         X, Y = read_matrix("read_examples", path), read_matrix("read_examples", labels, "labels")
         if X.shape[0] != Y.shape[0]:
             raise ValueError(f"read_examples: expected as many rows in {path} and {labels}, got "
                              f"{X.shape[0]} and {Y.shape[0]}")
         return X, Y
     if labels is not None:
-        raise ValueError(f"read_examples: expected labels beside a .npz file alone, got {labels} "
-                         f"beside {path}")
+        raise ValueError(f"read_examples: expected labels only for a .npz file, got {labels} "
+                         f"for {path}")
     if fspath(path) != "-":
         open_regular("read_examples", path).close()
     with _open_text(path) as text_path:

@@ -67,9 +67,9 @@ Tensor alias_table_cpu(const Tensor& weights) {
 }
 
 Tensor alias_sample_cpu(const Tensor& seed, const Tensor& bins, std::optional<int64_t> num_queries,
-                        int64_t num_samples, at::TensorList behind) {
+                        int64_t num_samples, at::TensorList tail_tables) {
   check_alias_sample(seed, bins, num_queries, num_samples);
-  const StaticTail tail = static_tail("alias_sample", behind, bins.size(0));
+  const StaticTail tail = static_tail("alias_sample", tail_tables, bins.size(0));
   const Tensor out = empty_samples(seed, num_queries, num_samples);
   const Tensor table = bins.contiguous();
   int64_t* ids = out.mutable_data_ptr<int64_t>();

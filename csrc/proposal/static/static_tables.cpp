@@ -46,7 +46,8 @@ Tensor checked_weights(const std::string& owner, const char* argument, const Ten
   return values.div(values.max()); // keeps the sum finite
 }
 
-Tensor given_weights(const std::string& owner, const Tensor& weights, std::optional<double> power) {
+Tensor weights_of_table(const std::string& owner, const Tensor& weights,
+                        std::optional<double> power) {
   if (!power.has_value()) {
     return checked_weights(owner, "weights", weights);
   }
@@ -115,7 +116,7 @@ std::tuple<std::vector<Tensor>, std::string> static_tables(std::string owner,
   StaticOptions options = parse_options<StaticOptions>(owner.c_str(), text);
   Tensor mass;
   if (is_defined(weights)) {
-    mass = given_weights(owner, *weights, power);
+    mass = weights_of_table(owner, *weights, power);
     options.distribution = "table";
     options.num_classes = mass.numel();
   }

@@ -73,12 +73,12 @@ void draw_set(int64_t* ids, const SystematicTables& tables, const SystematicPlan
 std::tuple<Tensor, Tensor> systematic_sample_cpu(const Tensor& seed, const Tensor& probability,
                                                  const Tensor& order, const Tensor& cumulative,
                                                  std::optional<int64_t> num_queries,
-                                                 int64_t num_samples, at::TensorList behind) {
+                                                 int64_t num_samples, at::TensorList tail_tables) {
   check_systematic_sample(seed, probability, order, cumulative, num_queries, num_samples);
   const Tensor weights = probability.contiguous(), slots = order.contiguous(),
                sums = cumulative.contiguous();
   const int64_t n = weights.numel();
-  const StaticTail tail = static_tail(kSystematicSampleCpu, behind, n);
+  const StaticTail tail = static_tail(kSystematicSampleCpu, tail_tables, n);
   const SystematicTables tables{weights.const_data_ptr<double>(), slots.const_data_ptr<int64_t>(),
                                 sums.const_data_ptr<double>(),    tail.first,
                                 systematic_buckets(tail.first),   tail};

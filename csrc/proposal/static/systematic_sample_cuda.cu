@@ -172,13 +172,13 @@ __global__ void shared_set_kernel(int64_t* ids, double* log_scale, DrawSeed seed
 std::tuple<Tensor, Tensor> systematic_sample_cuda(const Tensor& seed, const Tensor& probability,
                                                   const Tensor& order, const Tensor& cumulative,
                                                   std::optional<int64_t> num_queries,
-                                                  int64_t num_samples, at::TensorList behind) {
+                                                  int64_t num_samples, at::TensorList tail_tables) {
   check_systematic_sample(seed, probability, order, cumulative, num_queries, num_samples);
   const c10::cuda::CUDAGuard guard(seed.device());
   const Tensor weights = probability.contiguous(), slots = order.contiguous(),
                sums = cumulative.contiguous();
   const int64_t n = weights.numel(), num_sets = num_queries.value_or(1);
-  const StaticTail tail = static_tail("systematic_sample", behind, n);
+  const StaticTail tail = static_tail("systematic_sample", tail_tables, n);
   const SystematicTables tables{weights.const_data_ptr<double>(), slots.const_data_ptr<int64_t>(),
                                 sums.const_data_ptr<double>(),    tail.first,
                                 systematic_buckets(tail.first),   tail};

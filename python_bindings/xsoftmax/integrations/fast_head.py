@@ -379,7 +379,7 @@ def fast_head(model: Any, k: int = 50) -> FastHead:
       length, included.
     - Sampling without ``top_k`` (``top_k=0``) uses it on a CPU in float32, with temperature and
       ``top_p``, for a few sequences at once: as many as a 64th of the hidden width, any number from
-      a width of 1,024. A step scores all tokens beside another call of ``generate()``, and if a
+      a width of 1,024. A step scores all tokens while another call of ``generate()`` runs, and if a
       sample is not proved to be in ``top_p``.
     - Beams, assisted and custom generation, penalties, banned and forced tokens, custom logits
       processors, compiled models, and ``output_scores`` or ``output_logits`` need the scores of

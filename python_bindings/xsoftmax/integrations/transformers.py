@@ -162,7 +162,7 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], *, name: Optional[str
     other_names = [key for key, _ in loss.named_parameters() if not key.startswith("linear.")]
     if other_names:
         raise TypeError(f"{owner}: expected a loss whose parameters are those of the Linear, got "
-                        f"{', '.join(other_names)} beside them")
+                        f"others, {', '.join(other_names)}")
     head = Head(loss, linear, bias, name, shift, fixed_options)
     for module in model.modules() if loss._has_row_gradients() else ():
         if not isinstance(module, nn.Embedding) or module.weight is not linear.weight:

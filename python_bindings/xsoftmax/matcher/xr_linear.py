@@ -368,7 +368,7 @@ class XRLinear:
             block = None if dense is None else dense_block(dense, X.shape[0])
         else:
             if dense is not None:
-                raise TypeError("XRLinear.predict: expected X as a scipy sparse matrix beside "
+                raise TypeError("XRLinear.predict: expected X as a scipy sparse matrix with "
                                 f"dense, got {type(X).__name__}")
             block, width = dense_block(X, None), 0
             parts = torch.zeros(len(block) + 1,

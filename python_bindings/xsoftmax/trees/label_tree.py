@@ -261,13 +261,13 @@ class LabelTree(Module):
                 lambda: {"vectors": f"{list(vectors.shape)} (digest {digest(*rows)})", **options})
             return LabelTree._from_clusters(rows, vectors.shape[1], options, generator, ranks)
         if group is not None:
-            raise TypeError(f"{owner}: expected max_leaf_size and a scipy sparse matrix beside "
+            raise TypeError(f"{owner}: expected max_leaf_size and a scipy sparse matrix with "
                             f"group, got {type(vectors).__name__}" +
                             ("" if leaf_size > 0 else " without max_leaf_size"))
         if isinstance(vectors, np.ndarray):
             vectors = tensor_of(vectors)
         if not isinstance(vectors, Tensor):
-            raise TypeError(f"{owner}: expected vectors as a tensor, an array or, beside "
+            raise TypeError(f"{owner}: expected vectors as a tensor, an array or, with "
                             "max_leaf_size, a scipy sparse matrix, "
                             f"got {type(vectors).__name__}")
         return LabelTree._from_nodes(

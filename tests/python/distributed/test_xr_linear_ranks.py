@@ -282,7 +282,7 @@ def refused_trees(rank):
                                random_state=0), torch.distributed.group.WORLD
     with pytest.raises(
             TypeError, match="LabelTree.from_vectors: expected max_leaf_size and a "
-            "scipy sparse matrix beside group, got Tensor"):
+            "scipy sparse matrix with group, got Tensor"):
         xs.LabelTree.from_vectors(torch.from_numpy(vectors.toarray()), 3, max_leaf_size=4,
                                   group=group)
     with pytest.raises(ValueError, match=r"got vectors of \[50, 9\] \(digest \w+\) on rank 0 and "

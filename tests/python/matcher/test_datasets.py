@@ -124,11 +124,11 @@ def test_npz_files_are_read(tmp_path):
     (tmp_path / "bad.npz").write_bytes(b"PK nothing")
     np.savez(tmp_path / "other.npz", a=np.ones(3))
     for call, error, message in ((lambda: read_examples(tmp_path / "x.npz"), ValueError,
-                                  "expected labels beside"),
+                                  "expected labels for"),
                                  (lambda: read_examples(tmp_path / "x.npz", tmp_path / "short.npz"),
                                   ValueError, "got 6 and 5"),
                                  (lambda: read_examples(tmp_path / "data.txt", tmp_path / "y.npz"),
-                                  ValueError, "beside a .npz file alone"),
+                                  ValueError, "only for a .npz file"),
                                  (lambda: read_examples(tmp_path / "none.txt"), FileNotFoundError,
                                   "no file"), (lambda: read_sparse(tmp_path / "none.npz"),
                                                FileNotFoundError, "no file"),

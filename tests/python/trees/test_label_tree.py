@@ -433,7 +433,7 @@ def test_bad_clusters():
          "arity of at least 2"),
         (lambda: LabelTree.from_vectors(vectors, 4, max_leaf_size=0), ValueError,
          "max_leaf_size of at least 1, got 0"),
-        (lambda: LabelTree.from_vectors(vectors.tocoo(), 4), TypeError, "an array or, beside "
+        (lambda: LabelTree.from_vectors(vectors.tocoo(), 4), TypeError, "an array or, with "
          "max_leaf_size, a scipy "
          "sparse matrix, got coo"),
         (lambda: LabelTree.from_vectors(vectors * np.nan, 4, max_leaf_size=3), ValueError,
