@@ -10,6 +10,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <numeric>
 #include <string_view>
@@ -128,8 +129,7 @@ void product_by_dots(const Tensor& out, const Tensor& left, const Tensor& right,
 
 // Computes a product with few rows of left, in an order that does not depend on the number of
 // threads.
-void few_rows_product(const Tensor& out, const Tensor& left, const Tensor& right, bool add,
-                      int64_t step) {
+void few_rows_product(const Tensor& out, const Tensor& left, const Tensor& right, bool add) {
   const auto dtype = out.scalar_type();
   const int64_t count = left.size(0), terms = left.size(1);
   if (left.scalar_type() == dtype && right.scalar_type() == dtype && left.stride(1) == 1 &&
@@ -142,7 +142,7 @@ void few_rows_product(const Tensor& out, const Tensor& left, const Tensor& right
   const Tensor rows = at::zeros({kRowsOfBlocks, terms}, left.options()),
                result = at::empty({kRowsOfBlocks, right.size(1)}, out.options());
   rows.narrow(0, 0, count).copy_(left);
-  multiply_in_parts(result, rows, right, {}, step);
+  multiply_in_parts(result, rows, right);
   const Tensor part = result.narrow(0, 0, count);
   add ? out.add_(part) : out.copy_(part);
 }
@@ -214,24 +214,24 @@ Tensor product(const Tensor& left, const Tensor& right) {
 }
 
 void multiply_in_parts(const Tensor& out, const Tensor& left, const Tensor& right,
-                       ProductOptions options, int64_t step) {
-  const int64_t size = left.size(1);
+                       ProductOptions options) {
+  const int64_t size = left.size(1), count = left.size(0),
+                step = out.scalar_type() == at::kDouble ? kTermsOfProduct / 2 : kTermsOfProduct;
   // The sums of these products have a fixed order.
-  const bool is_fixed = options.bfloat16 || can_use_float32_blocks(out, left, right);
-  if (is_fixed) {
-    step = std::max<int64_t>(1, size);
-  } else if (step == kTermsOfProduct && out.scalar_type() == at::kDouble) {
-    step /= 2;
-  }
-  if (!is_fixed && left.size(0) < kRowsOfBlocks && out.is_cpu() && !is_small(out, left, right)) {
-    few_rows_product(out, left, right, options.add, step);
+  const bool is_fixed =
+      options.bfloat16 || can_use_float32_blocks(out, left, right) || is_small(out, left, right);
+  if (!is_fixed && out.is_cpu() && count < kRowsOfBlocks && (count == 1 || right.stride(0) == 1)) {
+    few_rows_product(out, left, right, options.add);
     return;
   }
-  // A product without terms still has to write zeros.
-  for (int64_t begin = 0; begin < size || (begin == 0 && !options.add); begin += step) {
+  if (is_fixed || size <= step) {
+    multiply(out, left, right, options);
+    return;
+  }
+  for (int64_t begin = 0; begin < size; begin += step) {
     const int64_t terms = std::min(step, size - begin);
     multiply(out, left.narrow(1, begin, terms), right.narrow(0, begin, terms),
-             {options.add || begin > 0, options.bfloat16});
+             {.add = options.add || begin > 0});
   }
 }
 

@@ -62,15 +62,15 @@ at::Tensor wide_product(const at::Tensor& left, const at::Tensor& right, at::Sca
 /// is fastest without loss of range: bfloat16 for a bfloat16 table on CUDA, else unchanged.
 at::Tensor rounded_coefficients(const at::Tensor& coefficients, const at::Tensor& table);
 
-/// Longest sum whose order in MKL does not depend on the number of threads: half as long in
-/// float64. That of longer sums does (seen from 300 terms), even inside a parallel region, where
-/// each product has one thread; with fewer than 16 rows or one column, that of short sums, too.
+/// Longest sum whose order in MKL does not depend on the number of threads; in float64 it is half
+/// as long. The order of longer sums does (seen from 300 terms), even inside a parallel region,
+/// where each product has one thread.
 constexpr int64_t kTermsOfProduct = 256;
 
-/// Computes multiply() in parts of at most `step` terms, and with at least 16 rows, if the order of
-/// its sums could otherwise depend on the number of threads.
+/// Computes multiply() with sums whose order does not depend on the number of threads: in parts,
+/// and without MKL if `left` has few rows, for which the order of shorter sums depends on it, too.
 void multiply_in_parts(const at::Tensor& out, const at::Tensor& left, const at::Tensor& right,
-                       ProductOptions options = {}, int64_t step = kTermsOfProduct);
+                       ProductOptions options = {});
 
 /// Returns product(left, right); on the CPU computed by multiply_in_parts.
 at::Tensor product_in_parts(const at::Tensor& left, const at::Tensor& right);

@@ -5,8 +5,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/sum.h>
 
-#include <algorithm>
-
 namespace xsoftmax {
 
 using at::Tensor;
@@ -15,8 +13,8 @@ void BlockGradients::take(BlockScratch& scratch, const ClassBlock& block, const 
                           const Tensor& slope, const Tensor& input, bool first) const {
   if (input.defined()) {
     // MKL splits long sums by the number of threads, and the sums of a group must not depend on it.
-    multiply_in_parts(input, slope, rows, {.add = !first, .bfloat16 = operands.rounds},
-                      plan.groups > 1 ? kTermsOfProduct : std::max<int64_t>(1, slope.size(1)));
+    const auto product = plan.groups > 1 ? multiply_in_parts : multiply;
+    product(input, slope, rows, {.add = !first, .bfloat16 = operands.rounds});
   }
   if (weight.defined()) {
     Tensor out = weight.narrow(0, block.begin, block.size);

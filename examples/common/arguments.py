@@ -239,7 +239,7 @@ def check_losses(parser: argparse.ArgumentParser, args: argparse.Namespace):
 def plain(args: argparse.Namespace) -> dict:
     """Returns the options as values that JSON has."""
     return {
-        key: str(value) if isinstance(value, Path) else value
+        key: str(value) if isinstance(value, (Path, torch.device)) else value
         for key, value in vars(args).items()
     }
 

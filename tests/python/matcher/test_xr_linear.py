@@ -334,7 +334,7 @@ BAD = [
     (dict(negatives=["tfn", None, "tfn"]), TypeError, "negatives as a name or a list of names"),
     (dict(progress="yes"), TypeError, "progress as a bool or a function, got str"),
     (dict(negatives="user"), ValueError, "user_negatives together with"),
-    (dict(user_negatives=sp.csr_matrix((300, 40))), ValueError, 'negatives with "user"'),
+    (dict(user_negatives=sp.csr_matrix((300, 40))), ValueError, 'negatives that contain "user"'),
     (dict(negatives="user", user_negatives=sp.csr_matrix(
         (300, 39))), ValueError, r"user_negatives of shape \[300, 40\]"),
     (dict(relevance=sp.csr_matrix((300, 40))), ValueError, "pairs of Y and no others, got 0"),

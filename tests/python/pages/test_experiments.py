@@ -286,7 +286,7 @@ def test_studies_are_listed_and_wrong_names_refused(experiments, tmp_path):
     listed = run(tmp_path, tmp_path).stdout
     assert all(re.search(rf"^{name} +[\d.]+ hours", listed, re.M) for name in experiments.STUDIES)
     assert "invalid choice" in run(tmp_path, tmp_path, "midx").stderr
-    assert "--parts: expected some of beauty, gowalla, gru, got x" in run(
+    assert "--parts: expected some of beauty, gowalla, gru, gru_gowalla, got x" in run(
         tmp_path, tmp_path, "midx_items", "--parts", "x").stderr
     assert "--budget: expected minutes above 0" in run(tmp_path, tmp_path, "midx_items", "--budget",
                                                        "0").stderr

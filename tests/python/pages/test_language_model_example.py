@@ -252,9 +252,10 @@ def test_the_scripted_model_gives_the_predictions_of_the_eager_one(text, tmp_pat
     torch.manual_seed(3)
     drawn = [scripted.complete(ids, 1, 0.7, 2).item() for _ in range(10)]
     torch.manual_seed(3)
-    scores = wanted.values[:3].masked_fill(wanted.indices[:3] == scripted.unknown, -torch.inf)
+    known = wanted.indices != scripted.unknown
+    scores, words = wanted.values[known][:2], wanted.indices[known][:2]
     choices = [torch.multinomial((scores / 0.7).softmax(0), 1) for _ in range(10)]
-    assert drawn == [wanted.indices[choice].item() for choice in choices]
+    assert drawn == [words[choice].item() for choice in choices]
 
 
 def test_batches_cover_every_word_once():

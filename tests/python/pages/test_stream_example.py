@@ -96,7 +96,7 @@ def test_items_without_a_row_are_ranked_last():
     made = Stream.of([list(range(13)), list(range(13))], "file", 1, 0)
     table = stream.Ids(made.raw, 3, args)
     model = stream.Model(3, table.ignored, args)
-    table.rows(torch.tensor([5, 6, 5, 6]))
+    table.insert(torch.tensor([5, 6, 5, 6]))
     with torch.no_grad():
         model.loss.linear.bias[0] = 100.0  # the best score of all
     asked = torch.tensor([13 + 6, 13 + 7])
