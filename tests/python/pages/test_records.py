@@ -192,7 +192,8 @@ def test_means_over_seeds(records):
                                             "2"]], [(["loss", "test"], [["full",
                                                                          "1,001.0 +- 1.0"]], "a"),
                                                     (["loss", "test"], [["half", "7.25"]], "c")])
-    assert examples.mean(("a", "b")) == ""
+    assert examples.mean(("a", "b")) == "" == examples.mean(("1 s", "2 ms"))
+    assert examples.mean(("12.0 %", "14.0 %")) == "13.0 +- 1.0 %"
 
 
 def test_the_table_in_the_readme_equals_its_record():
