@@ -42,8 +42,8 @@ def test_advise_keeps_the_options(monkeypatch):
     """The suggested code of every loss names the options, and the sampled losses that were measured
     use them."""
     monkeypatch.setattr(xs.tools.advise_bench, "_ROUNDS", 3)
-    input, target = torch.randn(64, D,
-                                generator=torch.Generator().manual_seed(0)), torch.arange(64) % N
+    torch.manual_seed(0)
+    input, target = torch.randn(64, D), torch.arange(64) % N
     loss = xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=4, logit_scale=2.0,
                                  softcap=30.0, z_loss=1e-4)
     rows = {
