@@ -118,7 +118,7 @@ void check_finite_rows(const char* op, const char* arg, const Tensor& weight) {
     if (bad.size(0) > 0) {
       const int64_t row = begin + bad[0].item<int64_t>();
       TORCH_CHECK_VALUE(false, op, ": expected ", arg,
-                        " whose rows have finite norms in float32, got ",
+                        " with squared norms that are finite in float32, got a norm of ",
                         weight[row].to(at::kDouble).norm().item<double>(), " for row ", row);
     }
   }

@@ -441,7 +441,8 @@ def test_a_table_that_is_not_finite_is_refused_and_nothing_changes(name, value):
     before = [tensor.clone() for tensor in (*sampler._index(), torch.get_rng_state())]
     for call in calls:
         with pytest.raises(
-                ValueError, match=r"expected weight whose rows have finite norms in float32, got "
+                ValueError,
+                match=r"expected weight with squared norms that are finite in float32, got a norm of "
                 r"(nan|inf) for row 211"):
             call(broken, bias)
         with pytest.raises(ValueError, match=r"expected bias with finite values, got (nan|-?inf) "

@@ -22,7 +22,8 @@ def test_errors_of_new_rows_name_them():
     sampler.refresh(torch.randn(100, 8))
     with pytest.raises(ValueError, match=r"expected rows of shape \[10, 8\], got \[9, 8\]"):
         sampler.resize(110, rows=torch.randn(9, 8))
-    with pytest.raises(ValueError, match="expected rows whose rows have finite norms"):
+    with pytest.raises(ValueError,
+                       match="expected rows with squared norms that are finite in float32"):
         sampler.resize(101, rows=torch.full((1, 8), 1e25))
 
 
