@@ -133,7 +133,8 @@ class Ranks:
         return loss / count if self.table == "split" else loss * (self.size / count)
 
     def per_batch(self, loss: Tensor | float, count: int) -> Tensor | float:
-        """Scales a loss that is not a sum over targets, so that `batch_mean` keeps it."""
+        """Scales a loss that is not a sum over targets, so that `batch_mean` leaves its value
+        unchanged."""
         return loss if self.table is None else loss * (count / self.size)
 
     def whole_table(self, loss: xs.LinearLoss) -> list[Tensor]:
