@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import first_step
 from .._core import hooks
@@ -319,7 +320,9 @@ class RowOptimizer(torch.optim.Optimizer):
         # Pending updates would be lost with the state, as when a function trains and returns only
         # the model.
         if not sys.is_finalizing() and hasattr(self, "state"):
-            with contextlib.suppress(Exception):  # a table may have moved since
+            # A table may have moved since. The garbage collector may run while torch.compile traces
+            # a program, and the flush must not become a part of that.
+            with contextlib.suppress(Exception), _disable_current_modes():
                 if hooks.is_capturing():  # collected during a capture
                     hooks.defer(self._flush_later())
                 else:

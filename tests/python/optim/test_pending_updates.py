@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from gradient_checks import seeded, sparse  # noqa: F401 (seeded: an autouse fixture)
 from xsoftmax.optim import RowAdam, RowSGD, catch_up
@@ -172,6 +173,21 @@ def test_deleting_an_optimizer_flushes_its_tables():
     other_optimizer.flush()
     assert not torch.equal(table, other)
     del optimizer
+    assert torch.equal(table, other)
+
+
+def test_an_optimizer_that_is_deleted_while_a_program_is_traced_flushes_its_tables():
+    (table, optimizer), (other, other_optimizer) = deferred(), deferred()
+    other_optimizer.flush()
+    alive = [optimizer]
+    del optimizer
+
+    def program(x):
+        alive.clear()
+        return x + 1
+
+    graph = make_fx(program, tracing_mode="fake")(torch.ones(2)).graph
+    assert not any("flush" in str(node.target) for node in graph.nodes)
     assert torch.equal(table, other)
 
 
