@@ -133,11 +133,7 @@ Tensor member_sums(const Tensor& rows, const Tensor& index, int64_t clusters) {
     const int64_t n = std::min(block, rows.size(0) - begin);
     const Tensor is_member =
         number.unsqueeze(1).eq(index.narrow(0, begin, n)).to(rows.scalar_type());
-    if (rows.is_cpu()) {
-      multiply_in_parts(sums, is_member, rows.narrow(0, begin, n), {.add = true});
-    } else {
-      sums.addmm_(is_member, rows.narrow(0, begin, n));
-    }
+    multiply_in_parts(sums, is_member, rows.narrow(0, begin, n), {.add = true});
   }
   return sums;
 }

@@ -22,7 +22,8 @@ using at::Tensor;
 
 constexpr int64_t kFewTerms = 4096; // multiply-adds up to which a loop is faster than an ATen call
 constexpr int64_t kRowsOfBlocks = 16; // of left: with fewer, packing costs more than blocks save
-// Multiply-adds up to which dot products of few rows are faster than filling up their number.
+// Multiply-adds up to which few rows are multiplied by dot products instead of padded to
+// kRowsOfBlocks.
 constexpr int64_t kDotTerms = 1 << 18;
 
 // Returns whether to use `enabled_value` instead of `disabled_value`: as the environment variable
@@ -218,9 +219,9 @@ void multiply_in_parts(const Tensor& out, const Tensor& left, const Tensor& righ
   const int64_t size = left.size(1), count = left.size(0),
                 step = out.scalar_type() == at::kDouble ? kTermsOfProduct / 2 : kTermsOfProduct;
   // The sums of these products have a fixed order.
-  const bool is_fixed =
-      options.bfloat16 || can_use_float32_blocks(out, left, right) || is_small(out, left, right);
-  if (!is_fixed && out.is_cpu() && count < kRowsOfBlocks && (count == 1 || right.stride(0) == 1)) {
+  const bool is_fixed = !out.is_cpu() || options.bfloat16 ||
+      can_use_float32_blocks(out, left, right) || is_small(out, left, right);
+  if (!is_fixed && count < kRowsOfBlocks && (count == 1 || right.stride(0) == 1)) {
     few_rows_product(out, left, right, options.add);
     return;
   }
@@ -236,9 +237,6 @@ void multiply_in_parts(const Tensor& out, const Tensor& left, const Tensor& righ
 }
 
 Tensor product_in_parts(const Tensor& left, const Tensor& right) {
-  if (!left.is_cpu()) {
-    return product(left, right);
-  }
   const Tensor out = at::empty({left.size(0), right.size(1)}, left.options());
   multiply_in_parts(out, left, right);
   return out;

@@ -67,12 +67,13 @@ at::Tensor rounded_coefficients(const at::Tensor& coefficients, const at::Tensor
 /// where each product has one thread.
 constexpr int64_t kTermsOfProduct = 256;
 
-/// Computes multiply() with sums whose order does not depend on the number of threads: in parts,
-/// and without MKL if `left` has few rows, for which the order of shorter sums depends on it, too.
+/// Computes multiply(), on the CPU with sums whose order does not depend on the number of threads:
+/// in parts, and without MKL if `left` has few rows, for which the order of shorter sums depends on
+/// it, too.
 void multiply_in_parts(const at::Tensor& out, const at::Tensor& left, const at::Tensor& right,
                        ProductOptions options = {});
 
-/// Returns product(left, right); on the CPU computed by multiply_in_parts.
+/// Returns left [M, K] @ right [K, N], computed by multiply_in_parts.
 at::Tensor product_in_parts(const at::Tensor& left, const at::Tensor& right);
 
 } // namespace xsoftmax

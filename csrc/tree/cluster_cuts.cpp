@@ -178,22 +178,18 @@ void cut_segments(const char* op, const SparseRowsView& vectors,
       const SiblingSegment segment = open.take();
       ++working;
       lock.unlock();
-      const auto finish = [&] {
-        --working;
-        changed.notify_all();
-      };
       try {
         cut(bisection, segment);
-        lock.lock();
-        open.add_below(segment);
       } catch (...) { // out of memory: let the threads that wait for this segment finish
-        if (!lock.owns_lock()) {
-          lock.lock();
-        }
-        finish();
+        lock.lock();
+        --working;
+        changed.notify_all();
         throw;
       }
-      finish();
+      lock.lock();
+      --working;
+      changed.notify_all(); // before add_below, which may run out of memory
+      open.add_below(segment);
     }
   });
   work.check();
