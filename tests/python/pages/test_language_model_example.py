@@ -258,6 +258,16 @@ def test_the_scripted_model_gives_the_predictions_of_the_eager_one(text, tmp_pat
     assert drawn == [words[choice].item() for choice in choices]
 
 
+@pytest.mark.parametrize("options, message", [
+    (["--sampler", "unigram", "--distinct"], "--distinct: expected a midx sampler, got unigram"),
+    (["--sampler", "in_batch", "--private"], "--private: expected a sampler that draws, got in_b"),
+])
+def test_options_that_a_sampler_does_not_have_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit):
+        train.parse_arguments(options)
+    assert message in capsys.readouterr().err
+
+
 def test_batches_cover_every_word_once():
     """Columns continue from batch to batch, and padding is not counted, so a perplexity covers the
     whole text."""
