@@ -12,7 +12,9 @@
 #include <charconv>
 #include <cmath>
 #include <limits>
+#include <locale>
 #include <numeric>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -66,9 +68,11 @@ bool read_number(std::string_view text, double& number) {
   if (error != std::errc::result_out_of_range) {
     return error == std::errc() && end == text.data() + text.size();
   }
-  long double wide; // tells too small from too large
-  number = 0;
-  return whole_number(text, wide) && std::abs(wide) < 1;
+  std::istringstream in; // reads what is too small as 0, and what is too large as the largest number
+  in.imbue(std::locale::classic());
+  in.str(std::string(text));
+  in >> number;
+  return end == text.data() + text.size() && std::abs(number) < 1;
 }
 
 class LineReader {
