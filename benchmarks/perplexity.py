@@ -42,6 +42,10 @@ TABLE = {
 for sampler in reversed(PAPER_SAMPLERS):
     TABLE[f"20 private {sampler}"] = private(sampler, 20)
     TABLE[f"20 private {sampler}, ranking"] = private(sampler, 20, *RANKING)
+for sampler in ("midx_pq", "midx"):  # as many codewords as in the paper's table
+    TABLE[f"20 private {sampler}, 32 codewords, ranking"] = [
+        *private(sampler, 20, *RANKING), "--codewords", "32"
+    ]
 TABLE["512 shared unigram, head 512"] = sampled("unigram", "512", 512)
 
 

@@ -26,7 +26,8 @@ METHODS = {
     "full": EXACT,
     **{f"64 private {sampler}": private(sampler, 64)
        for sampler in PAPER_SAMPLERS},
-    "64 private midx, ranking": private("midx", 64, *RANKING),
+    **{f"64 private {sampler}, ranking": private(sampler, 64, *RANKING)
+       for sampler in ("uniform", "unigram", "midx")},
     "512 shared uniform": sampled("uniform", "512"),
     "512 shared unigram": sampled("unigram", "512"),
 }
