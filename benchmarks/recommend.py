@@ -26,8 +26,10 @@ METHODS = {
     "full": EXACT,
     **{f"64 private {sampler}": private(sampler, 64)
        for sampler in PAPER_SAMPLERS},
-    **{f"64 private {sampler}, ranking": private(sampler, 64, *RANKING)
-       for sampler in ("uniform", "unigram", "midx")},
+    **{
+        f"64 private {sampler}, ranking": private(sampler, 64, *RANKING)
+        for sampler in ("uniform", "unigram", "midx")
+    },
     "512 shared uniform": sampled("uniform", "512"),
     "512 shared unigram": sampled("unigram", "512"),
 }

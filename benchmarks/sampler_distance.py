@@ -7,10 +7,12 @@ The model is trained with the exact loss by examples/language_model, or has rand
 (--untrained); its queries are those of the first batch of the validation text. KL is KL(q || p) of
 proposal q and softmax p. Its bound, after Chen et al. (2025), Theorems 3 to 5, is the range of
 s - log q over the classes with scores s: 2 max |s| bounds the range of uniform samples, and the
-residual scores that of MIDX. The gradient's bias has the bound sqrt((d - 1) / (M + 1)) with
-d = E_p[p / q] and M samples, in units of the largest gradient of a score (Theorem 6). Both bounds
-are means over queries; bias and noise are relative to the exact gradient. The plot shows the
-samples of each proposal by frequency.
+residual scores that of MIDX. KL loss is log d with d = E_p[p / q], as in Table 5. The gradient's
+bias has the bound sqrt((d - 1) / (M + 1)) with M samples, in units of the largest gradient of a
+score (Theorem 6). All are means over queries; bias and noise are relative to the exact gradient.
+Besides the samplers of the paper there are other weights of the sphere kernel, other temperatures
+of RFF, and MIDX whose codebooks are learned on the training text with the model fixed. The plot
+shows the samples of each proposal of the paper by frequency.
 """
 
 import argparse
@@ -58,18 +60,60 @@ def checkpoint_of(args: argparse.Namespace) -> Path:
     return path
 
 
-def bounds(loss: xs.SampledSoftmaxLoss, exact: xs.LinearLoss, queries: Tensor,
-           samples: int) -> tuple[float, float]:
-    """Returns the means over queries of the bounds of KL and of the gradient's bias."""
-    of_kl = of_bias = 0.0
+# Names of samplers, and their options besides those of the command line.
+KINDS: dict[str, tuple[str, dict]] = {
+    kind: (kind, {})
+    for kind in PAPER_SAMPLERS
+} | {
+    f"sphere, weight {weight:,g}": ("sphere", {"alpha": weight})
+    for weight in (0.01, 1.0, 10_000.0)
+} | {f"rff, temperature {tau:g}": ("rff", {"tau": tau})
+     for tau in (1.0, 16.0)
+     } | {kind: (kind, {})
+          for kind in ("midx_learnable_pq", "midx_learnable")}
+
+
+def build(kind: str, more: dict, args: argparse.Namespace, run: train.Run,
+          counts: Tensor) -> xs.samplers.Sampler:
+    """Creates a sampler whose index is that of the model, and trains its codebooks if it learns
+    them."""
+    torch.manual_seed(0)
+    linear, dim = run.loss.linear, run.loss.linear.in_features
+    if more:
+        sampler = xs.samplers.make_sampler(kind, len(counts), args.samples, dim=dim,
+                                           bias=linear.bias is not None, refresh_every=0, **more)
+    else:
+        options = SamplerOptions(codewords=args.codewords, refresh_every=0)
+        sampler = build_sampler(options, kind, counts, dim, args.samples, bias=linear.bias
+                                is not None, private=True)
+    sampler.refresh(linear.weight, linear.bias)
+    if isinstance(sampler, xs.samplers.LearnableMidxSampler):
+        batches, state = run.parts["train"], []
+        optimizer = torch.optim.Adam(sampler.parameters(), lr=4e-3)
+        for i in range(min(args.codebook_steps, len(batches))):
+            hidden, state = run.encoder(batches[i][0], state)
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                sampler.codebook_loss(hidden.flatten(0, 1), linear.weight, linear.bias).backward()
+            optimizer.step()
+        sampler.refresh(linear.weight, linear.bias)
+    return sampler
+
+
+def divergences(loss: xs.SampledSoftmaxLoss, exact: xs.LinearLoss, queries: Tensor,
+                samples: int) -> tuple[float, float, float]:
+    """Returns the means over queries of KL's bound, of the KL loss, and of the bound of the
+    gradient's bias."""
+    of_kl = kl_loss = of_bias = 0.0
     for part in queries.split(compare_samplers.QUERY_BLOCK):
         log_p, log_q = (log.double()
                         for log in (exact.log_prob(part), xs.proposal_log_prob(loss, part)))
         residual = log_p - log_q
         of_kl += float((residual.amax(1) - residual.amin(1)).sum())
-        excess = (log_p + residual).logsumexp(1).expm1().clamp(min=0)
-        of_bias += float((excess / (samples + 1)).sqrt().sum())
-    return of_kl / len(queries), of_bias / len(queries)
+        log_d = (log_p + residual).logsumexp(1)
+        kl_loss += float(log_d.sum())
+        of_bias += float((log_d.expm1().clamp(min=0) / (samples + 1)).sqrt().sum())
+    return of_kl / len(queries), kl_loss / len(queries), of_bias / len(queries)
 
 
 def main() -> None:
@@ -81,6 +125,8 @@ def main() -> None:
     parser.add_argument("--untrained", action="store_true")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--codewords", type=int, default=64)
+    parser.add_argument("--codebook-steps", type=int, default=1328,
+                        help="batches of the training text that learned codebooks see")
     parser.add_argument("--draws", type=int, default=64, help="samples of each gradient")
     parser.add_argument("--threads", type=int, default=1)
     add_json(parser)
@@ -98,25 +144,22 @@ def main() -> None:
     with torch.no_grad():
         curves = {"softmax": shares(compare_samplers.mean_probability(run.loss.log_prob, queries))}
         rows = []
-        for kind in PAPER_SAMPLERS:
-            torch.manual_seed(0)
-            options = SamplerOptions(codewords=args.codewords, refresh_every=0)
-            sampler = build_sampler(options, kind, corpus.counts, linear.in_features, args.samples,
-                                    bias=linear.bias is not None, private=True)
+        for name, (kind, more) in KINDS.items():
+            sampler = build(kind, more, args, run, corpus.counts)
             # Use one estimator for all: "ranking", the default of some samplers, follows another
             # gradient.
             loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=sampler,
                                                      estimator="sampled_softmax")
-            loss.sampler.refresh(linear.weight, linear.bias)
             found = xs.diagnose(loss, queries, target, draws=args.draws)
-            curves[kind] = shares(
-                compare_samplers.mean_probability(lambda part: xs.proposal_log_prob(loss, part),
-                                                  queries))
-            of_kl, of_bias = bounds(loss, run.loss, queries, args.samples)
+            if name in PAPER_SAMPLERS:
+                curves[name] = shares(
+                    compare_samplers.mean_probability(lambda part: xs.proposal_log_prob(loss, part),
+                                                      queries))
+            of_kl, kl_loss, of_bias = divergences(loss, run.loss, queries, args.samples)
             rows.append({
-                "sampler": kind, "KL": f"{found.kl:.3f}", "bound of KL": f"{of_kl:.2f}",
-                "gradient bias": f"{found.gradient_bias:.3f}", "bound of bias": f"{of_bias:.3g}",
-                "gradient noise": f"{found.gradient_noise:.2f}",
+                "sampler": name, "KL": f"{found.kl:.3f}", "bound of KL": f"{of_kl:.2f}",
+                "KL loss": f"{kl_loss:.3f}", "gradient bias": f"{found.gradient_bias:.3f}",
+                "bound of bias": f"{of_bias:.3g}", "gradient noise": f"{found.gradient_noise:.2f}",
                 "log Z bias": f"{found.log_z_bias:.3f}"
             })
     model = "untrained" if args.untrained else f"{args.epochs:g} epochs"
