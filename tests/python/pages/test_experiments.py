@@ -108,7 +108,6 @@ class Workspace:
         return self.labels[((rows - self.read(line)[0])**2).sum(1).argmin()]
 """
 
-
 LANGUAGE = "--rates .004 --only "
 CASES = {
     "cane_classes.gaussians": "--gaussians 60 --lr .01 --seeds 1 --only softmax 'CANE 5v5'",
@@ -122,9 +121,8 @@ CASES = {
     "'20 private rff, ranking'", "midx_words.novels": LANGUAGE + "'20 private unigram, ranking'",
     "midx_words.novels_transformer": LANGUAGE + "'20 private lsh, ranking'",
     "midx_distance.untrained": "--draws 2 --codebook-steps 2",
-    "midx_distance.trained": "--draws 2 --codebook-steps 2",
-    "midx_learnable.ptb": LANGUAGE + "'20 private midx_learnable'",
-    "midx_ablation.ptb": LANGUAGE + "'20 midx, 8 codewords' '5 lsh'",
+    "midx_distance.trained": "--draws 2 --codebook-steps 2", "midx_learnable.ptb": LANGUAGE +
+    "'20 private midx_learnable'", "midx_ablation.ptb": LANGUAGE + "'20 midx, 8 codewords' '5 lsh'",
     "midx_ablation.time": "--classes 500 --repeats 1 --queries 20",
     "midx_items.beauty": "--rates .004 --only '64 private midx_pq'",
     "midx_items.gowalla": "--rates .004 --seeds 1 --only '64 private lsh'",
