@@ -22,7 +22,7 @@ SIZES = {"phone": (390, 844), "desk": (1280, 900)}
 SHOWN = ("index", "start/index", "start/first_steps", "howto/index", "howto/tables_in_files",
          "reference/index", "reference/losses", "reference/generated/xsoftmax.SampledSoftmaxLoss",
          "reference/cpp/losses", "reference/operators", "benchmarks/index", "experiments/index",
-         "experiments/midx_words", "experiments/many_labels", "choose/index", "choose/sampler",
+         "experiments/midx_words", "experiments/pecos_linear", "choose/index", "choose/sampler",
          "tutorials/index", "tutorials/recommender", "benchmarks/training_step",
          "howto/distributed", "howto/cuda")
 
