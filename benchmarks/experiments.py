@@ -100,8 +100,7 @@ ITEMS = ("benchmarks/recommend.py " + KEPT + "--epochs {e:20} --search-epochs {e
          "--seeds 3 --data ")
 GOWALLA = "{gowalla} -- --unordered --eval-epochs {e:2}"
 GRU = " --model gru4rec --layers 1"
-LABELS = ("benchmarks/sampled_labels.py --runs {runs} --threads 1 --epochs {n:20} "
-          "--search-epochs {n:5} ")
+LABELS = "benchmarks/sampled_labels.py --runs {runs} --threads 1 "
 
 STUDIES = {
     "cane_classes": Study(
@@ -120,7 +119,9 @@ STUDIES = {
                "--checkpoint {out}/model.ckpt --output {out}/vgg",
                "examples/image_classes/features.py --checkpoint {out}/model.ckpt --output "
                "{out}/features.pt", CLASSIFIERS + "--features {out}/features.pt --lr "
-               "0.0003 0.001 0.003 0.01 0.03 0.1 0.3"), ("vw",)))),
+               "0.0003 0.001 0.003 0.01 0.03 0.1 0.3"), ("vw",)),
+         Part("time", 5,
+              (ALOI, "benchmarks/classifier_time.py --threads 1 --libsvm {out}/aloi.txt")))),
     "cane_words": Study(
         f"{CANE}, section 7.2, Figure 3",
         "Does CANE train a language model better than NCE and BlackOut with as many words?",
@@ -161,8 +162,12 @@ STUDIES = {
               (ITEMS + "{beauty} --" + GRU,)), Part("gru_gowalla", 800, (ITEMS + GOWALLA + GRU,)))),
     "midx_labels": Study(f"{MIDX}, Table 9",
                          "How precise are models of many labels trained with samples?",
-                         (Part("delicious", 60, (LABELS + "--delicious {delicious}",)),
-                          Part("generated", 120, (LABELS + "--generated --samples 200",)))),
+                         (Part("delicious", 20,
+                               (LABELS + "--delicious {delicious} --lr 0.003 0.01 0.03 0.1 "
+                                "--epochs {n:5} --search-epochs {n:1}",)),
+                          Part("generated", 120,
+                               (LABELS + "--generated --samples 200 --epochs {n:20} "
+                                "--search-epochs {n:5}",)))),
     "pecos_linear": Study(f"{PECOS}, Tables 3 to 5",
                           "Is XR-Linear as precise as libpecos, and how fast?",
                           (Part("three_sets", 40,

@@ -114,6 +114,7 @@ CASES = {
     "cane_classes.delicious": "--lr .01 --seeds 1 --only softmax 'CANE 5v5'",
     "cane_classes.aloi_like": "--lr .03 --seeds 1 --only softmax 'CANE 9v1'",
     "cane_classes.omniglot": "--lr .01 --seeds 1 --only softmax 'CANE 9v1'",
+    "cane_classes.time": "--gaussians 60 --repeats 1",
     "cane_classes.sgd": "--lr 30 --seeds 1 --only softmax 'CANE 1v9, edges as in the paper'",
     "cane_words.routed": LANGUAGE + "'60 of 3 subsets'", "cane_words.ptb": LANGUAGE +
     "'CANE-40, half of them noises'", "cane_words.novels": LANGUAGE + "NCE-60",
