@@ -7,12 +7,13 @@ The model is trained with the exact loss by examples/language_model, or has rand
 (--untrained); its queries are those of the first batch of the validation text. KL is KL(q || p) of
 proposal q and softmax p. Its bound, after Chen et al. (2025), Theorems 3 to 5, is the range of
 s - log q over the classes with scores s: 2 max |s| bounds the range of uniform samples, and the
-residual scores that of MIDX. KL loss is log d with d = E_p[p / q], as in Table 5. The gradient's
-bias has the bound sqrt((d - 1) / (M + 1)) with M samples, in units of the largest gradient of a
-score (Theorem 6). All are means over queries; bias and noise are relative to the exact gradient.
+residual scores that of MIDX. Renyi is the divergence log d with d = E_p[p / q], the paper's "KL
+loss" (Table 5). The gradient's bias has the bound sqrt((d - 1) / (M + 1)) with M samples, in units
+of the largest gradient of a score (Theorem 6). All are means over queries; bias and noise are
+relative to the exact gradient.
 Besides the samplers of the paper there are other weights of the sphere kernel, other temperatures
-of RFF, and MIDX whose codebooks are learned on the training text with the model fixed. The plot
-shows the samples of each proposal of the paper by frequency.
+of RFF, and MIDX whose codebooks learned from an epoch of the training text with the model fixed.
+The plot shows the samples of each proposal of the paper by frequency.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import xsoftmax as xs
 from common.records import add_json, plot, report, table
 from common.study import PAPER_SAMPLERS, ROOT
 
-from examples.common.losses import SamplerOptions, build_sampler
+from examples.common.losses import SamplerOptions, build_sampler, codebook_loss
 from examples.common.training import load_run
 from examples.language_model import compare_samplers, train
 
@@ -60,8 +61,8 @@ def checkpoint_of(args: argparse.Namespace) -> Path:
     return path
 
 
-# Names of samplers, and their options besides those of the command line.
-KINDS: dict[str, tuple[str, dict]] = {
+# Kinds of samplers and their arguments, by name.
+SAMPLERS: dict[str, tuple[str, dict]] = {
     kind: (kind, {})
     for kind in PAPER_SAMPLERS
 } | {
@@ -73,47 +74,50 @@ KINDS: dict[str, tuple[str, dict]] = {
           for kind in ("midx_learnable_pq", "midx_learnable")}
 
 
-def build(kind: str, more: dict, args: argparse.Namespace, run: train.Run,
-          counts: Tensor) -> xs.samplers.Sampler:
-    """Creates a sampler whose index is that of the model, and trains its codebooks if it learns
-    them."""
+def sampled_loss(name: str, args: argparse.Namespace, run: train.Run,
+                 counts: Tensor) -> xs.SampledSoftmaxLoss:
+    """Returns a loss over the table of the model, whose sampler has an index of that table."""
     torch.manual_seed(0)
-    linear, dim = run.loss.linear, run.loss.linear.in_features
-    if more:
-        sampler = xs.samplers.make_sampler(kind, len(counts), args.samples, dim=dim,
-                                           bias=linear.bias is not None, refresh_every=0, **more)
+    linear, (kind, arguments) = run.loss.linear, SAMPLERS[name]
+    dim, bias = linear.in_features, linear.bias is not None
+    if arguments:
+        sampler = xs.samplers.make_sampler(kind, len(counts), args.samples, dim=dim, bias=bias,
+                                           refresh_every=0, **arguments)
     else:
         options = SamplerOptions(codewords=args.codewords, refresh_every=0)
-        sampler = build_sampler(options, kind, counts, dim, args.samples, bias=linear.bias
-                                is not None, private=True)
-    sampler.refresh(linear.weight, linear.bias)
-    if isinstance(sampler, xs.samplers.LearnableMidxSampler):
-        batches, state = run.parts["train"], []
-        optimizer = torch.optim.Adam(sampler.parameters(), lr=4e-3)
-        for i in range(min(args.codebook_steps, len(batches))):
-            hidden, state = run.encoder(batches[i][0], state)
-            optimizer.zero_grad()
-            with torch.enable_grad():
-                sampler.codebook_loss(hidden.flatten(0, 1), linear.weight, linear.bias).backward()
-            optimizer.step()
-        sampler.refresh(linear.weight, linear.bias)
-    return sampler
+        sampler = build_sampler(options, kind, counts, dim, args.samples, bias=bias, private=True)
+    # Use one estimator for all: "ranking", the default of some samplers, follows another gradient.
+    loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=sampler, estimator="sampled_softmax")
+    loss.sampler.refresh(linear.weight, linear.bias)
+    if "learnable" in kind:
+        learn_codebooks(loss, run, args.codebook_steps)
+        loss.sampler.refresh(linear.weight, linear.bias)
+    return loss
 
 
-def divergences(loss: xs.SampledSoftmaxLoss, exact: xs.LinearLoss, queries: Tensor,
-                samples: int) -> tuple[float, float, float]:
-    """Returns the means over queries of KL's bound, of the KL loss, and of the bound of the
-    gradient's bias."""
-    of_kl = kl_loss = of_bias = 0.0
+def learn_codebooks(loss: xs.SampledSoftmaxLoss, run: train.Run, steps: int) -> None:
+    """Trains the codebooks of a sampler on the first batches of the training text."""
+    optimizer, state = torch.optim.Adam(loss.sampler.parameters(), lr=4e-3), []
+    for i in range(min(steps, len(run.parts["train"]))):
+        hidden, state = run.encoder(run.parts["train"][i][0], state)
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            codebook_loss(loss, hidden).backward()
+        optimizer.step()
+
+
+def bounds(loss: xs.SampledSoftmaxLoss, exact: xs.LinearLoss, queries: Tensor,
+           samples: int) -> tuple[float, float]:
+    """Returns the means over queries of the bounds of KL and of the gradient's bias."""
+    kl_bound = bias_bound = 0.0
     for part in queries.split(compare_samplers.QUERY_BLOCK):
         log_p, log_q = (log.double()
                         for log in (exact.log_prob(part), xs.proposal_log_prob(loss, part)))
         residual = log_p - log_q
-        of_kl += float((residual.amax(1) - residual.amin(1)).sum())
-        log_d = (log_p + residual).logsumexp(1)
-        kl_loss += float(log_d.sum())
-        of_bias += float((log_d.expm1().clamp(min=0) / (samples + 1)).sqrt().sum())
-    return of_kl / len(queries), kl_loss / len(queries), of_bias / len(queries)
+        kl_bound += float((residual.amax(1) - residual.amin(1)).sum())
+        excess = (log_p + residual).logsumexp(1).expm1().clamp(min=0)
+        bias_bound += float((excess / (samples + 1)).sqrt().sum())
+    return kl_bound / len(queries), bias_bound / len(queries)
 
 
 def main() -> None:
@@ -125,8 +129,8 @@ def main() -> None:
     parser.add_argument("--untrained", action="store_true")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--codewords", type=int, default=64)
-    parser.add_argument("--codebook-steps", type=int, default=1328,
-                        help="batches of the training text that learned codebooks see")
+    parser.add_argument("--codebook-steps", type=int, default=sys.maxsize,
+                        help="batches of training text from which codebooks learn (default: all)")
     parser.add_argument("--draws", type=int, default=64, help="samples of each gradient")
     parser.add_argument("--threads", type=int, default=1)
     add_json(parser)
@@ -134,7 +138,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     run, corpus = load_run(checkpoint_of(args), train)
     queries, target = compare_samplers.hidden_states(run, batches=1)
-    linear, classes = run.loss.linear, len(corpus.counts)
+    classes = len(corpus.counts)
     ranks = sorted({round(classes**(i / 99)) for i in range(100)})
 
     def shares(probability: Tensor) -> list[tuple[float, float]]:
@@ -144,22 +148,19 @@ def main() -> None:
     with torch.no_grad():
         curves = {"softmax": shares(compare_samplers.mean_probability(run.loss.log_prob, queries))}
         rows = []
-        for name, (kind, more) in KINDS.items():
-            sampler = build(kind, more, args, run, corpus.counts)
-            # Use one estimator for all: "ranking", the default of some samplers, follows another
-            # gradient.
-            loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=sampler,
-                                                     estimator="sampled_softmax")
+        for name in SAMPLERS:
+            loss = sampled_loss(name, args, run, corpus.counts)
             found = xs.diagnose(loss, queries, target, draws=args.draws)
             if name in PAPER_SAMPLERS:
                 curves[name] = shares(
                     compare_samplers.mean_probability(lambda part: xs.proposal_log_prob(loss, part),
                                                       queries))
-            of_kl, kl_loss, of_bias = divergences(loss, run.loss, queries, args.samples)
+            kl_bound, bias_bound = bounds(loss, run.loss, queries, args.samples)
             rows.append({
-                "sampler": name, "KL": f"{found.kl:.3f}", "bound of KL": f"{of_kl:.2f}",
-                "KL loss": f"{kl_loss:.3f}", "gradient bias": f"{found.gradient_bias:.3f}",
-                "bound of bias": f"{of_bias:.3g}", "gradient noise": f"{found.gradient_noise:.2f}",
+                "sampler": name, "KL": f"{found.kl:.3f}", "bound of KL": f"{kl_bound:.2f}",
+                "Renyi": f"{found.renyi:.3f}", "gradient bias": f"{found.gradient_bias:.3f}",
+                "bound of bias": f"{bias_bound:.3g}",
+                "gradient noise": f"{found.gradient_noise:.2f}",
                 "log Z bias": f"{found.log_z_bias:.3f}"
             })
     model = "untrained" if args.untrained else f"{args.epochs:g} epochs"

@@ -68,9 +68,10 @@ bool read_number(std::string_view text, double& number) {
   if (error != std::errc::result_out_of_range) {
     return error == std::errc() && end == text.data() + text.size();
   }
-  std::istringstream in; // reads what is too small as 0, and what is too large as the largest number
+  // A stream reads an underflow as 0 and an overflow as the largest number.
+  const std::string copy(text);
+  std::istringstream in(copy);
   in.imbue(std::locale::classic());
-  in.str(std::string(text));
   in >> number;
   return end == text.data() + text.size() && std::abs(number) < 1;
 }

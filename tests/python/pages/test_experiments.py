@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 from documents import ROOT
-from PIL import Image
 
 DOCS = ROOT / "docs/experiments"
 
@@ -29,6 +28,8 @@ def experiments(monkeypatch):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
+    from PIL import Image
+
     folder, chance = tmp_path_factory.mktemp("data"), random.Random(0)
     words = ["".join(letters) for letters in itertools.product("abcdefghijk", repeat=3)]
 
@@ -114,7 +115,7 @@ CASES = {
     "cane_classes.delicious": "--lr .01 --seeds 1 --only softmax 'CANE 5v5'",
     "cane_classes.aloi_like": "--lr .03 --seeds 1 --only softmax 'CANE 9v1'",
     "cane_classes.omniglot": "--lr .01 --seeds 1 --only softmax 'CANE 9v1'",
-    "cane_classes.time": "--gaussians 60 --repeats 1",
+    "cane_classes.time": "--gaussians 60 120 --repeats 1",
     "cane_classes.sgd": "--lr 30 --seeds 1 --only softmax 'CANE 1v9, edges as in the paper'",
     "cane_words.routed": LANGUAGE + "'60 of 3 subsets'", "cane_words.ptb": LANGUAGE +
     "'CANE-40, half of them noises'", "cane_words.novels": LANGUAGE + "NCE-60",
@@ -172,6 +173,7 @@ def test_trees_of_vowpal_wabbit_are_trained_by_its_own_interpreter(data, tmp_pat
     found = json.loads((tmp_path / "cane_classes.gaussians.json").read_text())
     rows = found["tables"][0]["rows"]
     assert [row[0] for row in rows] == trees and all(float(row[2]) > 90 for row in rows)
+    assert found["against"].endswith("Vowpal Wabbit 1.2")
 
 
 def test_every_part_has_a_case_or_needs_another_library(experiments):
