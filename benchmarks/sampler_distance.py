@@ -11,6 +11,7 @@ residual scores that of MIDX. Renyi is the divergence log d with d = E_p[p / q],
 loss" (Table 5). The gradient's bias has the bound sqrt((d - 1) / (M + 1)) with M samples, in units
 of the largest gradient of a score (Theorem 6). All are means over queries; bias and noise are
 relative to the exact gradient.
+
 Besides the samplers of the paper there are other weights of the sphere kernel, other temperatures
 of RFF, and MIDX whose codebooks learned from an epoch of the training text with the model fixed.
 The plot shows the samples of each proposal of the paper by frequency.

@@ -152,6 +152,12 @@ def test_a_study_makes_its_record(record, data, tmp_path, experiments):
     assert all(re.search(r"\d", " ".join(row[1:])) and "unfinished" not in row for row in rows)
     if name in ("cane_words", "midx_words", "midx_items"):
         assert re.match(r"\S+: \d.* to train, ", found["tables"][0]["title"])
+    if record == "cane_classes.time":
+        for one in found["tables"]:
+            steps = [float(row[1].removesuffix(" ms")) for row in one["rows"]]
+            assert one["rows"][0][0] == "PyTorch"
+            assert [float(row[2]) for row in one["rows"]
+                    ] == [pytest.approx(step / steps[0], rel=0.1) for step in steps]
     if "--time " in commands:
         assert "step" in found["tables"][0]["columns"] and "time" in found["plot"]["x"]
     assert (tmp_path / f"{record}.svg").read_text().startswith("<?xml")
