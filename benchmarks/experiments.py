@@ -7,11 +7,12 @@
 A study makes records, docs/experiments/STUDY.PART.json, with their plots. The same command goes on
 after an interruption. Studies of many trainings keep finished ones in
 docs/experiments/runs/STUDY.PART.jsonl and repeat none of them, also on another machine, except for
-Omniglot, whose features are trained first, and agree to the bit only on similar CPUs. With another folder of --records a study begins from
-nothing, and leaves those of the repository as they are. --budget scales the numbers of epochs, so
-that the study takes about so many minutes on one core, but a training takes at least one step, or
-one epoch of classifiers; the records then say so. Data sets are folders of --data (see
-docs/experiments/data.md); a part whose data is missing is left out with a message.
+Omniglot, whose features are trained first, and agree to the bit only on similar CPUs. With another
+folder of --records a study begins from nothing, and leaves those of the repository as they are.
+--budget scales the numbers of epochs, so that the study takes about so many minutes on one core,
+but a training takes at least one step, or one epoch of classifiers; the records then say so. Data
+sets are folders of --data (see docs/experiments/data.md); a part whose data is missing is left out
+with a message.
 """
 
 import argparse
