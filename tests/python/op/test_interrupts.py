@@ -43,7 +43,7 @@ class Child:
         """Interrupts a kind of work; returns the seconds from SIGINT to its end."""
         print(kind, file=self.process.stdin, flush=True)
         assert self.line() == "begin\n"
-        time.sleep(0.15)
+        time.sleep(0.05)
         sent = time.monotonic()
         os.kill(self.process.pid, signal.SIGINT)
         outcome = json.loads(self.line())
@@ -70,7 +70,8 @@ def test_a_signal_handler_of_the_program_is_still_called(child):
     child.interrupted("handled_otherwise")
 
 
-def test_progress_of_a_tree_rises_to_its_total():
+def test_progress_of_a_tree_rises_to_its_total(monkeypatch):
+    monkeypatch.setattr(long_work, "_POLL_SECONDS", 0.01)
     seen = []
     seed, vectors = torch.tensor(0), torch.randn(100_000, 16)
     options = "arity=10,iterations=10,max_leaf_size=0,spherical=true"

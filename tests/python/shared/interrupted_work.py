@@ -132,16 +132,16 @@ def training_step():
 
 def lsh():
     yield from refresh(lambda rows: xs.samplers.LshSampler(rows, 32, 20, tables=64, bits=12),
-                       30_000)
+                       60_000)
 
 
 def rff():
-    yield from refresh(lambda rows: xs.samplers.RffSampler(rows, 32, 20, features=1024), 25_000,
+    yield from refresh(lambda rows: xs.samplers.RffSampler(rows, 32, 20, features=1024), 60_000,
                        written=True)
 
 
 def search_index():
-    loss = xs.LinearCrossEntropyLoss(64, 400_000)
+    loss = xs.LinearCrossEntropyLoss(64, 800_000)
     queries = torch.randn(3, 64)
     best = loss.topk(queries, 4)
     yield lambda: loss.search_index(codewords=256)
