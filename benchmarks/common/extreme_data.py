@@ -124,10 +124,10 @@ def novels(path: Path):
 
 
 def generated(train: int, test: int, features: int, labels: int, labels_each: float,
-              features_each: int, seed: int) -> dict:
+              features_each: int, seed: int, informative: float = 0.5) -> dict:
     """Generates examples. Labels have Zipf frequencies. Each label has 30 features, drawn from a
-    Zipf distribution. Half of an example's features are those of its labels, the others are drawn
-    from the same distribution."""
+    Zipf distribution. The share `informative` of an example's features are those of its labels; the
+    others are drawn from the same distribution."""
     random = np.random.default_rng(seed)
 
     def zipf(size: int, draws):
@@ -141,10 +141,10 @@ def generated(train: int, test: int, features: int, labels: int, labels_each: fl
     rows = np.repeat(np.arange(n), counts)
     Y = ones(rows, zipf(labels, counts.sum()), (n, labels))
     Y.data[:] = 1
-    mine = Y.indptr[:-1, None] + (random.random(
-        (n, features_each // 2)) * np.diff(Y.indptr)[:, None]).astype(int)
+    own = int(informative * features_each)
+    mine = Y.indptr[:-1, None] + (random.random((n, own)) * np.diff(Y.indptr)[:, None]).astype(int)
     chosen = features_of_label[Y.indices[mine], random.integers(0, 30, mine.shape)]
-    others = zipf(features, (n, features_each - features_each // 2))
+    others = zipf(features, (n, features_each - own))
     columns = np.hstack([chosen, others])
     X = tf_idf(ones(np.repeat(np.arange(n), columns.shape[1]), columns.ravel(), (n, features)))
     return {"train": (X[:train], Y[:train]), "test": (X[train:], Y[train:])}
