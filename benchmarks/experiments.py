@@ -84,6 +84,8 @@ CLASSES = "benchmarks/classifiers.py --runs {runs} --threads 1 --seeds 3 "
 MANY_RATES = CLASSES + "--finalists 6 --epochs {n:30} "
 CLASSIFIERS = MANY_RATES + "--search-epochs {n:3} "
 GAUSSIANS = MANY_RATES + "--gaussians 10000 --search-epochs {n:9} "
+NEVER_BALANCED = " ".join(f"'CANE {split}, edges as in the paper'"
+                          for split in ("1v9", "5v5", "9v1"))
 ALOI = "benchmarks/classifiers.py --write-aloi-like {out}/aloi.txt"
 LANGUAGE = "benchmarks/perplexity.py "
 SMALL = " -- --width 128 --layers 1 --dropout 0.2"
@@ -110,9 +112,10 @@ STUDIES = {
          Part("aloi_like", 60,
               (ALOI, CLASSIFIERS + "--libsvm {out}/aloi.txt --lr 0.001 0.003 0.01 0.03 0.1 "
                "0.3 1"), ("vw",)),
-         Part("sgd", 60, (ALOI, CLASSES + "--optimizer sgd --finalists 4 --epochs {n:50} --libsvm "
-                          "{out}/aloi.txt --lr 10 30 100 300 --only softmax NCE-10 BlackOut-10 "
-                          "'CANE 9v1, edges as in the paper'")),
+         Part("sgd", 80,
+              (ALOI, CLASSES + "--optimizer sgd --finalists 6 --epochs {n:50} --libsvm "
+               "{out}/aloi.txt --lr 1 3 10 30 100 300 --only softmax NCE-10 BlackOut-10 " +
+               NEVER_BALANCED)),
          Part("gaussians", 300,
               (GAUSSIANS + "--lr 0.00003 0.0001 0.0003 0.001 0.003 0.01 0.03 0.1 0.3",), ("vw",)),
          Part("omniglot", 240,
