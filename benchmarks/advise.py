@@ -11,7 +11,6 @@ import copy
 import json
 import sys
 import time
-from pathlib import Path
 
 import scipy.stats
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 import xsoftmax as xs
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.language_model.data import load_corpus
 
 CONTEXT, WIDTH, BATCH = 4, 64, 1024

@@ -21,6 +21,7 @@ from torch import nn
 
 import xsoftmax as xs
 from classifiers import BATCH, Problem, gaussians, libsvm, methods
+from common.processes import interruptible
 from common.records import add_json, plot, report, table
 from common.timing import interleave
 
@@ -119,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interruptible(main)

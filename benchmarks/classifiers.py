@@ -26,7 +26,6 @@ import argparse
 import json
 import math
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -40,10 +39,10 @@ from torch import Tensor
 
 import xsoftmax as xs
 from common.extreme_data import read_delicious
+from common.files import checksum
+from common.processes import interruptible
 from common.records import add_json, plot, report, shown_rate, table
-from common.runs import Runs, checksum, interruptible, long_trainings
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
+from common.runs import Runs, long_trainings
 
 from examples.common.report import mean_and_error
 

@@ -16,9 +16,7 @@ at a time; its recall is that of hidden states which it was not fitted to.
 
 import argparse
 import copy
-import sys
 import time
-from pathlib import Path
 from typing import Callable
 
 import torch
@@ -27,8 +25,6 @@ import transformers
 import xsoftmax as xs
 from common.records import add_json, report, table
 from common.timing import interleave
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 
 from examples.gpt.data import Text, load_byte_pairs, load_words
 from xsoftmax.integrations.transformers import fast_head, replace_head, restore_head

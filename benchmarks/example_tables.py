@@ -23,10 +23,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common.records import BEGIN, add_json, commit, others, report, shown_words, table
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # for the package `examples`
+from common import ROOT
+from common.records import BEGIN, COMMIT, add_json, others, report, shown_words, table
 
 from examples.common.report import mean_and_error
 
@@ -69,7 +67,7 @@ def run(command: list[str], out: Path) -> tuple[list[str], list[list[str]], Path
                                   stderr=log).returncode
         if code:
             raise SystemExit(f"{shlex.join(command)}: exit {code}, see {folder / 'log.txt'}")
-        finished.write_text(json.dumps({"date": f"{BEGIN[0]:%Y-%m-%d}", "commit": commit()}))
+        finished.write_text(json.dumps({"date": f"{BEGIN[0]:%Y-%m-%d}", "commit": COMMIT}))
     columns, _, *rows = ([cell.strip() for cell in line.strip().strip("|").split("|")]
                          for line in (folder / "table.md").read_text().splitlines())
     return columns, rows, finished

@@ -9,10 +9,11 @@ after an interruption. Studies of many trainings keep finished ones in
 docs/experiments/runs/STUDY.PART.jsonl and repeat none of them, also on another machine, except for
 Omniglot, whose features are trained first, and agree to the bit only on similar CPUs. With another
 folder of --records a study begins from nothing, and leaves those of the repository as they are.
---budget scales the numbers of epochs, so that the study takes about so many minutes on one core,
-but a training takes at least one step, or one epoch of classifiers; the records then say so. Data
-sets are folders of --data (see docs/experiments/data.md); a part whose data is missing is left out
-with a message.
+--budget scales the numbers of epochs, so that the study takes about so many minutes on one core;
+the records then say so. Very small budgets are exceeded, because each training starts, takes at
+least one step, or one epoch of classifiers, and is evaluated; and other libraries take all of their
+epochs. Data sets are folders of --data (see docs/experiments/data.md);
+a part whose data is missing is left out with a message.
 """
 
 import argparse
@@ -20,12 +21,15 @@ import json
 import math
 import re
 import shlex
-import subprocess
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from common import ROOT
+from common.files import checksum
+from common.processes import run_program
+
 DATA = {
     "ptb": "ptb", "novels": "novels", "gowalla": "gowalla", "beauty": "amazon_beauty/Beauty.txt",
     "delicious": "delicious/delicious.arff", "omniglot": "omniglot"
@@ -99,10 +103,14 @@ SAMPLERS = "".join(f"'20 private {name}, ranking' "
                    for name in ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx"))
 TABLE_OF_NOVELS = (LANGUAGE + "table" + NOVELS + SAMPLERS + "'512 shared unigram, head 512' "
                    "'head 64 + 64 private midx, ranking'" + SHORT + "5")
-ITEMS = ("benchmarks/recommend.py " + KEPT + "--epochs {e:20} --search-epochs {e:5} "
-         "--seeds 3 --data ")
-GOWALLA = "{gowalla} -- --unordered --eval-epochs {e:2}"
-GRU = " --model gru4rec --layers 1"
+PRIVATE = " ".join(f"'64 private {name}'"
+                   for name in ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx"))
+ITEMS = "benchmarks/recommend.py " + KEPT + "--epochs {e:20} --search-epochs {e:5} --seeds "
+BEAUTY = (ITEMS + "3 --data {beauty} --only " + PRIVATE + " '64 private midx, ranking' "
+          "'512 shared uniform' '512 shared unigram' -- ")
+GOWALLA = ITEMS + "1 --data {gowalla} --only " + PRIVATE
+UNORDERED = " -- --unordered --eval-epochs {e:2} "
+GRU = "--model gru4rec --layers 1"
 LABELS = "benchmarks/sampled_labels.py --runs {runs} --threads 1 "
 
 STUDIES = {
@@ -161,16 +169,18 @@ STUDIES = {
          Part("time", 10, ("benchmarks/sampling_time.py --threads 1",)))),
     "midx_items": Study(
         f"{MIDX}, Table 7", "How close do recommenders trained with samples come to the softmax?",
-        (Part("beauty", 400, (ITEMS + "{beauty}",)), Part("gowalla", 900, (ITEMS + GOWALLA,)),
-         Part("gru", 400,
-              (ITEMS + "{beauty} --" + GRU,)), Part("gru_gowalla", 800, (ITEMS + GOWALLA + GRU,)))),
+        (Part("beauty", 400,
+              (BEAUTY,)), Part("gowalla", 900, (GOWALLA + " '512 shared unigram'" + UNORDERED,)),
+         Part("gru", 400, (BEAUTY + GRU,)),
+         Part("gru_gowalla", 800,
+              (GOWALLA + " '64 private unigram, ranking'" + UNORDERED + GRU,)))),
     "midx_labels": Study(f"{MIDX}, Table 9",
                          "How precise are models of many labels trained with samples?",
                          (Part("delicious", 20,
-                               (LABELS + "--delicious {delicious} --lr 0.003 0.01 0.03 0.1 "
-                                "--epochs {n:5} --search-epochs {n:1}",)),
+                               (LABELS + "--delicious {delicious} --lr 0.001 0.003 0.01 0.03 0.1 "
+                                "--epochs {n:5} {n:20} --finalists 5",)),
                           Part("generated", 120,
-                               (LABELS + "--generated --samples 200 --epochs {n:20} "
+                               (LABELS + "--generated --samples 200 --epochs {n:5} {n:20} "
                                 "--search-epochs {n:5}",)))),
     "pecos_linear": Study(f"{PECOS}, Tables 3 to 5",
                           "Is XR-Linear as precise as libpecos, and how fast?",
@@ -229,17 +239,9 @@ class Failed(Exception):
 
 
 def call(command: list[str]) -> None:
-    process = subprocess.Popen([sys.executable, *command], cwd=ROOT)
-    interrupted = False
-    while process.poll() is None:
-        try:
-            process.wait()
-        except KeyboardInterrupt:  # the program has the signal, too, and saves its checkpoint
-            interrupted = True
-    if interrupted:
-        raise KeyboardInterrupt
-    if process.returncode:
-        raise Failed(f"{shlex.join(command)}: exit {process.returncode}")
+    code = run_program([sys.executable, *command], cwd=ROOT)
+    if code:
+        raise Failed(f"{shlex.join(command)}: exit {code}")
 
 
 def command_of(name: str, parts: list[Part], args: argparse.Namespace) -> str:
@@ -249,26 +251,36 @@ def command_of(name: str, parts: list[Part], args: argparse.Namespace) -> str:
         f"make experiments NAME={name}",
         *([f"PARTS={shlex.quote(names)}"] if len(parts) < len(STUDIES[name].parts) else []),
         *(["DATA=FOLDER"] if any(part.data() for part in parts) else []),
-        *(["RIVALS=FOLDER"] if args.rivals and any(part.rivals for part in parts) else []),
+        *(["RIVALS=FOLDER"] if any(interpreter(one, args) for part in parts
+                                   for one in part.rivals) else []),
         *([f"BUDGET={args.budget:g}"] if args.budget else [])
     ])
 
 
-def shortened(part: Part, scale: float, budget: float) -> str:
-    """Says by how much a budget shortens a part; an empty text if it does not."""
+def shortened(part: Part, scale: float, budget: float, others: bool) -> str:
+    """Says by how much a budget shortens a part, beside other libraries or not; an empty text if it
+    does not."""
     text = " ".join(part.commands)
     if scale == 1 or not re.search(r"\{[en]:", text):
         return ""
     least = any(float(count) * scale < 0.5 for count in re.findall(r"\{n:(\d+)\}", text))
     return (f"{budget:g} minutes: {scale:.2g} of the study's epochs" +
-            (", but at least one" if least else ""))
+            (", but at least one" if least else "") +
+            ("; other libraries with all of theirs" if others else ""))
+
+
+def folder_of(part: Part, scale: float, args: argparse.Namespace) -> str:
+    """Returns the name of a folder for what the commands make from the data: another one for other
+    data, commands or budgets."""
+    depends = [scale_numbers(command, scale) for command in part.commands
+               ] + [checksum(args.data / DATA[name]) for name in part.data()]
+    return f"{scale:.3g}-{zlib.crc32(' '.join(depends).encode()):08x}"
 
 
 def run(name: str, part: Part, scale: float, args: argparse.Namespace) -> dict:
     """Makes a record with a fraction of the epochs, and returns it."""
-    out = args.out / f"{name}.{part.name}" / f"{scale:.3g}"  # runs of another budget differ
+    out = args.out / f"{name}.{part.name}" / folder_of(part, scale, args)
     out.mkdir(parents=True, exist_ok=True)
-    args.records.mkdir(parents=True, exist_ok=True)
     places = {one: str(args.data / path)
               for one, path in DATA.items()} | {
                   "out": str(out), "runs": str(args.records / "runs" / f"{name}.{part.name}.jsonl")
@@ -302,7 +314,12 @@ def run_all(name: str, parts: list[Part], args: argparse.Namespace) -> bool:
         if part not in ready:
             print(f"{label}: left out, since {missing(part, args)}", flush=True)
             continue
-        budget = shortened(part, scale, args.budget)
+        rivals = {one: interpreter(one, args) for one in part.rivals}
+        if args.rivals and (absent := [one for one, python in rivals.items() if not python]):
+            print(
+                f"{label}: without {', '.join(absent)}, since {args.rivals} has no such "
+                "environment", flush=True)
+        budget = shortened(part, scale, args.budget, any(rivals.values()))
         if scale < 1 and not budget:
             print(f"{label}: about {part.minutes:g} minutes, whatever the budget", flush=True)
         try:
@@ -314,8 +331,17 @@ def run_all(name: str, parts: list[Part], args: argparse.Namespace) -> bool:
         if not args.more:
             found["study"] = command_of(name, ready, args)
         path.write_text(json.dumps(found | ({"budget": budget} if budget else {}), indent=1) + "\n")
+        print_record(found)
         print(f"{label}: {path}", flush=True)
     return well
+
+
+def print_record(found: dict) -> None:
+    from common.timing import print_table  # imports torch, without which studies are listed faster
+
+    for one in found["tables"]:
+        print("\n" + one["title"])
+        print_table([dict(zip(one["columns"], row)) for row in one["rows"]], one["columns"])
 
 
 def main() -> None:
@@ -329,14 +355,18 @@ def main() -> None:
         "--rivals", type=Path, help="folder with the virtual environments of other libraries: "
         f"{', '.join(RIVALS)}")
     parser.add_argument("--budget", type=float, help="minutes for the study, on one core")
-    parser.add_argument("--out", type=Path, default=Path("out/experiments"), help="folder of the "
-                        "runs (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of unfinished runs and trained features "
+        "(default: out/experiments, or out in that of --records)")
     parser.add_argument("--records", type=Path, default=ROOT / "docs/experiments",
                         help="folder of the records (default: docs/experiments)")
     parser.add_argument(
         "--more", default="", help="options for the program that writes the "
         "record, such as --more='--rates .004 --only exact'")
     args = parser.parse_args()
+    if args.out is None:
+        here = args.records == parser.get_default("records")
+        args.out = Path("out/experiments") if here else args.records / "out"
     args.data, args.out, args.records = (path.absolute()
                                          for path in (args.data, args.out, args.records))
     args.rivals = args.rivals and args.rivals.absolute()
@@ -354,6 +384,11 @@ def main() -> None:
         parser.error(f"--parts: expected some of {', '.join(known)}, got "
                      f"{', '.join(sorted(unknown))}")
     parts = [part for part in study.parts if not args.parts or part.name in args.parts]
+    for name in ("records", "out"):
+        try:
+            getattr(args, name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--{name}: expected a folder ({error})")
     try:
         well = run_all(args.name, parts, args)
     except KeyboardInterrupt:

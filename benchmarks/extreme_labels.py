@@ -24,6 +24,7 @@ import sys
 from pathlib import Path
 
 from common import extreme_data
+from common.processes import interruptible
 from common.records import add_json, figures_table, plot, report, table
 
 SIDE = Path(__file__).parent / "extreme_side.py"
@@ -189,4 +190,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interruptible(main)

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 import xsoftmax as xs
+from common import ROOT
 from common.records import add_json, plot, report, table
-from common.study import ROOT
 from common.timing import interleave
 
 from examples.gpt import train as gpt

@@ -17,17 +17,19 @@ short runs, and go on with lower or with higher ones as long as these are better
 with --seeds seeds; the table shows means and standard errors. This takes hours. Runs share the
 machine (--jobs), so their own times are not meaningful; the time of a step is measured separately,
 on --threads threads, with interleaved methods (`--time`, on an otherwise idle machine).
-Options after `--` are passed to the example in all runs.
+Options after `--` are passed to the example in all runs. Candidates: how many the subsets of the
+words of the text have on average, which is less than --candidates where subsets have fewer words.
 """
 
 import math
 import re
 import statistics
 
+import xsoftmax as xs
+from common.example_runs import ExampleRuns, choose, make_parser, parse
+from common.methods import EXACT, MIDX, PAPER_SAMPLERS, RANKING, cane, private, sampled
+from common.processes import interruptible
 from common.records import plot, shown_rate
-from common.runs import interruptible
-from common.study import (EXACT, MIDX, PAPER_SAMPLERS, RANKING, Study, cane, chosen, make_parser,
-                          parse, private, sampled)
 
 from examples.common.report import mean_and_error
 
@@ -128,12 +130,12 @@ ABLATION = {"exact": EXACT} | {
 }
 
 
-def table(study: Study, methods: dict[str, list[str]]) -> tuple[list[dict], dict]:
+def table(example: ExampleRuns, methods: dict[str, list[str]]) -> tuple[list[dict], dict]:
     """Returns a row for each method, and a plot of the first seed's validation perplexity."""
     rows = []
     exact = None
-    runs = study.long_runs(methods)
-    seconds = study.step_times(methods) if study.args.time else {}
+    runs = example.long_runs(methods)
+    seconds = example.step_times(methods) if example.args.time else {}
     whole = {name: several[0] for name, _, several in runs if "failed" not in several[0]}
     for name, lr, several in runs:
         failed = [run["failed"] for run in several if "failed" in run]
@@ -142,24 +144,39 @@ def table(study: Study, methods: dict[str, list[str]]) -> tuple[list[dict], dict
             continue
         test = [run["test_perplexity"] for run in several]
         row = {
-            "method": name, "learning rate": shown_rate(lr, study.args.rates),
-            "valid": mean_and_error([study.cost(run) for run in several],
+            "method": name, "learning rate": shown_rate(lr, example.args.rates),
+            "valid": mean_and_error([example.cost(run) for run in several],
                                     1), "test": mean_and_error(test, 1)
         }
         exact = statistics.mean(test) if name == "exact" else exact
         if exact:
             row["test / exact"] = f"{statistics.mean(test) / exact:.3f}"
+        if candidates := routed_candidates(example, methods[name]):
+            row["candidates"] = f"{candidates:.0f}"
         if name in seconds:
             row["step"] = f"{1000 * seconds[name]:.0f} ms"
         rows.append(row)
-    if study.args.study == "ablation":
-        return rows, by_samples(study, whole)
+    if example.args.comparison == "ablation":
+        return rows, by_samples(example, whole)
     # All of them in one plot could not be told apart.
-    if study.args.study == "cane":
+    if example.args.comparison == "cane":
         whole = {name: run for name, run in whole.items() if name in CANE_PLOT}
-    elif study.args.study == "table":
+    elif example.args.comparison == "table":
         whole = {name: run for name, run in whole.items() if f"{name}, ranking" not in methods}
     return rows, by_progress(whole, seconds)
+
+
+def routed_candidates(example: ExampleRuns, method: list[str]) -> float | None:
+    """Returns how many candidates the subset of a word of the text has, on average over the text:
+    at most --candidates, or fewer if the subset has fewer words. None for other methods."""
+    args = example.program.parse_arguments([*example.common, *method])
+    if args.loss != ["cane"] or args.candidates_from != "routed":
+        return None
+    counts = example.dataset.counts
+    tree = xs.LabelTree.from_frequencies(counts.clamp(min=1), args.subsets)
+    subset = tree.parent[tree.class_node]
+    candidates = subset.bincount()[subset].clamp(max=args.candidates)
+    return float((candidates * counts).sum() / counts.sum())
 
 
 def by_progress(runs: dict[str, dict], seconds: dict[str, float]) -> dict:
@@ -177,12 +194,12 @@ def by_progress(runs: dict[str, dict], seconds: dict[str, float]) -> dict:
         }, "xy" if timed else "y")
 
 
-def by_samples(study: Study, runs: dict[str, dict]) -> dict:
+def by_samples(example: ExampleRuns, runs: dict[str, dict]) -> dict:
     """Plots methods that are called by a number of samples and a sampler."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for name, run in runs.items():
         if found := re.fullmatch(r"(\d+) (\w+)", name):
-            curves.setdefault(found[2], []).append((int(found[1]), study.cost(run)))
+            curves.setdefault(found[2], []).append((int(found[1]), example.cost(run)))
     return plot("samples of each query", "validation perplexity", curves, "xy")
 
 
@@ -193,14 +210,18 @@ TABLES = {
 
 def main() -> None:
     parser = make_parser(__doc__, "language_model", epochs=20, search_epochs=2)
-    parser.add_argument("study", choices=TABLES)
+    parser.add_argument("comparison", choices=TABLES)
     parser.add_argument("--time", action="store_true", help="also measure the time of a step, with "
                         "interleaved methods")
     args = parse(parser)
-    study = Study("language_model", args, ["--min-count", "1", "--optimizer", "adam"],
-                  lambda run: run["points"][-1]["valid_perplexity"] if run["points"] else math.inf)
-    rows, curves = table(study, chosen(parser, args, TABLES[args.study]))
-    study.show(rows, ["method", "learning rate", "step", "valid", "test", "test / exact"], curves)
+    methods = choose(parser, args, TABLES[args.comparison])
+    example = ExampleRuns(
+        "language_model", args, ["--min-count", "1", "--optimizer", "adam"],
+        lambda run: run["points"][-1]["valid_perplexity"] if run["points"] else math.inf)
+    rows, curves = table(example, methods)
+    example.show(rows,
+                 ["method", "learning rate", "candidates", "step", "valid", "test", "test / exact"],
+                 curves)
 
 
 if __name__ == "__main__":

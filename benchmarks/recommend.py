@@ -14,10 +14,10 @@ all runs.
 
 import statistics
 
+from common.example_runs import ExampleRuns, choose, make_parser, parse
+from common.methods import EXACT, PAPER_SAMPLERS, RANKING, private, sampled
+from common.processes import interruptible
 from common.records import plot, shown_rate
-from common.runs import interruptible
-from common.study import (EXACT, PAPER_SAMPLERS, RANKING, Study, chosen, make_parser, parse,
-                          private, sampled)
 
 from examples.common.report import mean_and_error
 from examples.recommend.train import FIGURES
@@ -35,10 +35,10 @@ METHODS = {
 }
 
 
-def table(study: Study, methods: dict[str, list[str]]) -> tuple[list[dict], dict]:
+def table(example: ExampleRuns, methods: dict[str, list[str]]) -> tuple[list[dict], dict]:
     """Returns a row for each method, and a plot of the first seed's validation NDCG@10."""
     rows, curves, full = [], {}, {}
-    for name, lr, several in study.long_runs(methods):
+    for name, lr, several in example.long_runs(methods):
         failed = [run["failed"] for run in several if "failed" in run]
         if failed:
             rows.append({"method": name, "NDCG@10": failed[0]})
@@ -48,7 +48,7 @@ def table(study: Study, methods: dict[str, list[str]]) -> tuple[list[dict], dict
         full = mean if name == "full" else full
         curves[name] = [(point["epoch"], point["valid_NDCG@10"]) for point in several[0]["points"]]
         rows.append({
-            "method": name, "learning rate": shown_rate(lr, study.args.rates),
+            "method": name, "learning rate": shown_rate(lr, example.args.rates),
             "best epoch": f"{statistics.mean(run['best_epoch'] for run in several):.3g}"
         }
                     | {figure: mean_and_error(values)
@@ -63,11 +63,11 @@ def table(study: Study, methods: dict[str, list[str]]) -> tuple[list[dict], dict
 def main() -> None:
     parser = make_parser(__doc__, "recommend", epochs=40, search_epochs=10)
     args = parse(parser)
-    study = Study(
+    example = ExampleRuns(
         "recommend", args, [], lambda run: -max(point["valid_NDCG@10"] for point in run["points"])
         if run["points"] else 0.0)
-    rows, curves = table(study, chosen(parser, args, METHODS))
-    study.show(rows, [
+    rows, curves = table(example, choose(parser, args, METHODS))
+    example.show(rows, [
         "method", "learning rate", "best epoch", *FIGURES, *(f"{figure} / full"
                                                              for figure in FIGURES)
     ], curves)

@@ -8,15 +8,14 @@ softmax loss with several positives.
 As in Chen et al. (2025), section 6.4, an example is the weighted sum of the embeddings of its
 sparse features, and has a row of 128 numbers; the samples are drawn for each example. A tenth of
 the training examples is for validation. All samplers have the estimator "sampled_softmax", that of
-the paper. For each, the three learning rates with the best P@5 in validation after --search-epochs
-are trained for --epochs, and the best one is used, with --seeds initial weights and orders of
-examples. The table shows means and standard errors on test examples.
-Finished runs are kept in --runs and not repeated.
+the paper. For each, the --finalists learning rates with the best P@5 in validation after
+--search-epochs are trained for each number of --epochs. The best rate and number of epochs are
+used, with --seeds initial weights and orders of examples. The table shows means and standard errors
+on test examples. Finished runs are kept in --runs and not repeated.
 """
 
 import argparse
 import math
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,11 +27,11 @@ from torch import Tensor, nn
 
 import xsoftmax as xs
 from common.extreme_data import SHAPES, delicious, float_rows, generated, split
+from common.files import checksum
+from common.methods import PAPER_SAMPLERS
+from common.processes import interruptible
 from common.records import add_json, plot, report, shown_rate, table
-from common.runs import Runs, checksum, interruptible, long_trainings
-from common.study import PAPER_SAMPLERS
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
+from common.runs import Runs, long_trainings
 
 from examples.common.losses import SamplerOptions, build_sampler
 from examples.common.report import mean_and_error
@@ -117,8 +116,9 @@ def fit(problem: Problem, method: str, lr: float, epochs: int, seed: int,
             optimizer.step()
             steps += 1
     optimizer.flush()
-    *_, valid = precisions(model, problem, "valid").values()
-    return {"valid": valid} | precisions(model, problem, "test")
+    valid = precisions(model, problem, "valid")
+    # P@5, or of fewer labels the P@k of the largest k
+    return {"valid": valid[max(valid)]} | precisions(model, problem, "test")
 
 
 @torch.no_grad()
@@ -146,8 +146,11 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True, help="file of the finished runs")
     parser.add_argument("--samples", type=int, default=50, help="of each example (default: "
                         "%(default)s)")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, nargs="+", default=[5, 20],
+                        help="to choose from (default: %(default)s)")
     parser.add_argument("--search-epochs", type=int, default=5)
+    parser.add_argument("--finalists", type=int, default=3, help="learning rates that are trained "
+                        "to the end (default: %(default)s)")
     parser.add_argument("--lr", type=float, nargs="+", default=[0.001, 0.003, 0.01, 0.03],
                         help="learning rates to choose from (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3)
@@ -167,17 +170,20 @@ def main() -> None:
 
     rows, ratios, full = [], {}, None
     for method in args.only:
-        finalists = long_trainings(args.lr, partial(train, method), 3, args.search_epochs,
-                                   args.epochs)
-        lr = next(iter(finalists))
-        several = [train(method, lr, args.epochs, seed) for seed in range(1, 1 + args.seeds)]
-        found = {name: [run[name] for run in several] for name in several[0] if name != "valid"}
-        full = found if method == "full" else full
-        ratio = {name: sum(found[name]) / sum(full[name]) for name in found} if full else {}
+        found = {(lr, epochs): run
+                 for epochs in sorted(set(args.epochs))
+                 for lr, run in long_trainings(args.lr, partial(train, method), args.finalists,
+                                               args.search_epochs, epochs).items()}
+        lr, epochs = max(found, key=lambda setting: found[setting]["valid"])
+        rates = [rate for rate, count in found if count == epochs]
+        several = [train(method, lr, epochs, seed) for seed in range(1, 1 + args.seeds)]
+        tested = {name: [run[name] for run in several] for name in several[0] if name != "valid"}
+        full = tested if method == "full" else full
+        ratio = {name: sum(tested[name]) / sum(full[name]) for name in tested} if full else {}
         ratios[method] = [(int(name[2:]), value) for name, value in ratio.items()]  # P@1, P@3, ...
-        rows.append({"sampler": method, "learning rate": shown_rate(lr, finalists)}
+        rows.append({"sampler": method, "learning rate": shown_rate(lr, rates), "epochs": epochs}
                     | {name: mean_and_error(values)
-                       for name, values in found.items()}
+                       for name, values in tested.items()}
                     | {f"{name} / full": f"{value:.3f}"
                        for name, value in ratio.items()})
     sizes = {

@@ -18,7 +18,6 @@ The plot shows the samples of each proposal of the paper by frequency.
 """
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,8 +25,11 @@ import torch
 from torch import Tensor
 
 import xsoftmax as xs
+from common import ROOT
+from common.files import checksum
+from common.methods import PAPER_SAMPLERS
+from common.processes import interruptible, run_program
 from common.records import add_json, plot, report, table
-from common.study import PAPER_SAMPLERS, ROOT
 
 from examples.common.losses import SamplerOptions, build_sampler, codebook_loss
 from examples.common.training import load_run
@@ -39,7 +41,7 @@ def checkpoint_of(args: argparse.Namespace) -> Path:
     # The example takes no step count of 0: one step at this rate changes no weight.
     epochs, lr = (1e-6, 1e-30) if args.untrained else (args.epochs, 4e-3)
     model = "untrained" if args.untrained else f"epochs{epochs:g}"
-    folder = args.out / f"{Path(args.data).name}.{model}"
+    folder = args.out / f"{Path(args.data).name}.{checksum(args.data)}.{model}"
     path, finished = folder / "model.ckpt", folder / "finished"
     if not finished.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +57,7 @@ def checkpoint_of(args: argparse.Namespace) -> Path:
             *(["--resume"] if path.is_file() else [])
         ]
         with open(folder / "log.txt", "a") as log:
-            code = subprocess.run(command, stdout=log, stderr=log).returncode
+            code = run_program(command, stdout=log, stderr=log)
         if code:
             raise SystemExit(f"{' '.join(command)}: exit {code}, see {folder / 'log.txt'}")
         finished.touch()
@@ -175,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interruptible(main)

@@ -6,23 +6,38 @@
 Each query of width 64 has its own samples. Exact: the scores of all classes, their softmax, and
 torch.multinomial, for at most 2^30 scores. Tables are random, with clustered rows. Samplers of one
 number of classes take turns, and exact follows them; times are medians. A refresh, which training
-does every --refresh-every steps, follows a change of all rows; its time is that of one call.
+does every `refresh_every` steps, follows a change of all rows; its time is the median of three.
 benchmarks/sampler_distance.py measures how far these proposals are from the softmax.
 """
 
 import argparse
+import statistics
 import time
 
 import torch
 
+import xsoftmax as xs
+from common.methods import PAPER_SAMPLERS
+from common.processes import interruptible
 from common.records import add_json, plot, report, table
-from common.study import PAPER_SAMPLERS
 from common.timing import interleave
 
 from examples.common.losses import SamplerOptions, build_sampler
 
 WIDTH = 64
 MOST_EXACT = 1 << 30  # scores
+
+
+def refresh_seconds(sampler: xs.samplers.AdaptiveSampler, weight: torch.Tensor) -> float:
+    """Returns the median time of a refresh after a change of `weight`, which changes it."""
+    sampler.refresh(weight)
+    seconds = []
+    for _ in range(3):
+        weight += 0.01 * torch.randn_like(weight)
+        begin = time.perf_counter()
+        sampler.refresh(weight)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
 
 
 def measure(classes: int, args: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
@@ -39,11 +54,8 @@ def measure(classes: int, args: argparse.Namespace) -> tuple[dict[str, float], d
     }
     refreshes = {}
     for kind, sampler in samplers.items():
-        sampler.refresh(weight)
-        weight += 0.01 * torch.randn_like(weight)
-        begin = time.perf_counter()
-        sampler.refresh(weight)
-        refreshes[kind] = time.perf_counter() - begin
+        if isinstance(sampler, xs.samplers.AdaptiveSampler):
+            refreshes[kind] = refresh_seconds(sampler, weight)
     draws = {
         kind: lambda sampler=sampler: sampler.sample(queries)
         for kind, sampler in samplers.items()
@@ -89,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interruptible(main)

@@ -18,7 +18,6 @@ The tables correspond to Table 6 of that paper, on other data sets.
 import argparse
 import re
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -26,9 +25,8 @@ import torch
 
 import xsoftmax as xs
 from common import extreme_data
+from common.processes import interruptible
 from common.records import add_json, plot, report, table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
 
 from examples.common.report import mean_and_error
 
@@ -184,4 +182,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interruptible(main)

@@ -26,6 +26,7 @@ import torch
 
 import xsoftmax as xs
 from common import extreme_data
+from common.processes import interruptible
 from common.records import add_json, plot, report, table
 
 SIMULATED = (1, 2, 4, 8, 15, 32, 64)
@@ -209,4 +210,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interruptible(main)

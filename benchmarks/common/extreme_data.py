@@ -64,7 +64,9 @@ def read_delicious(path: Path) -> list[list[int]]:
     """Returns the indices of the features and labels of each document of Mulan's sparse ARFF file:
     500 binary features, followed by 983 labels."""
     lines = [line.strip() for line in path.read_text().splitlines()]
-    start = next(i for i, line in enumerate(lines) if line.lower() == "@data")
+    start = next((i for i, line in enumerate(lines) if line.lower() == "@data"), None)
+    if start is None:
+        raise SystemExit(f"{path}: expected an ARFF file with a line @data, got none")
     return [[int(pair.split()[0]) for pair in line.strip("{}").split(",") if pair.strip()]
             for line in lines[start:] if line.startswith("{")]
 

@@ -61,6 +61,9 @@ def commit() -> str:
         ":(top,exclude)docs/experiments", ":(top,exclude)docs/benchmarks") else "")
 
 
+COMMIT = commit()  # at the start, because the repository may change while the program runs
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write a record of the run "
@@ -128,7 +131,7 @@ def report(args: argparse.Namespace, doc: str, *, question: str, against: str, t
                                      } | ({"threads": threads} if threads else {})
         record = {
             "question": question, "about": about, "against": against, "command": command(),
-            "date": f"{BEGIN[0]:%Y-%m-%d}", "commit": commit(), "machine": about_machine,
+            "date": f"{BEGIN[0]:%Y-%m-%d}", "commit": COMMIT, "machine": about_machine,
             "other_programs_cores": round(busy, 3), "loaded": busy > 0.1, "tables": tables
         } | found
         text = json.dumps(record, indent=1, default=str)

@@ -3,30 +3,16 @@ interruption, on another machine or with other methods, and repeats nothing."""
 
 import json
 import os
+import sys
 import threading
-import zlib
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Callable, Sequence, TypeVar
 
-from common.records import commit
+from common.records import COMMIT
 from common.timing import machine
 
 S = TypeVar("S")  # the setting of a training, as a learning rate
-INTERRUPTED = 130  # 128 + SIGINT, the exit code of a program that Ctrl-C has ended
-
-
-def interruptible(main: Callable[[], None]) -> None:
-    """Runs a program. Ctrl-C ends it without a traceback, since all finished runs are kept."""
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
-
-
-def checksum(path: str | Path) -> str:
-    """Returns a checksum of a data file, for the options of its runs."""
-    return f"{zlib.crc32(Path(path).read_bytes()):08x}"
 
 
 def long_trainings(settings: Sequence[S], train: Callable[[S, int], dict], finalists: int,
@@ -77,10 +63,10 @@ class Runs:
         self.used.add(name)
         return self.lines[name]["found"]
 
-    def add(self, name: str, found: dict) -> dict:
-        """Keeps what a run found, and returns it."""
+    def add(self, name: str, found: dict, commit: str = COMMIT) -> dict:
+        """Keeps what a run of the code of a commit found, and returns it."""
         line = {
-            "run": name, "options": self.options, "commit": commit(),
+            "run": name, "options": self.options, "commit": commit,
             "date": f"{datetime.now(timezone.utc):%Y-%m-%d}", **self.machine, "found": found
         }
         with self.lock:
@@ -92,6 +78,7 @@ class Runs:
                 file.write(json.dumps(line) + "\n")
             self.lines[name] = line
             self.used.add(name)
+        print(f"{datetime.now():%H:%M} finished: {name}", file=sys.stderr, flush=True)
         return found
 
     def about(self) -> dict:

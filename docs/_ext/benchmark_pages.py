@@ -154,9 +154,9 @@ def wrapped(command: str) -> str:
 
 
 def commands(record: dict) -> str:
-    """Returns a record's commands, that of its study first; more than two are folded into a
-    dropdown."""
-    several = [*filter(None, [record.get("study")]), *record["command"].splitlines()]
+    """Returns the command of a record's study, or otherwise those of the record; more than two are
+    folded into a dropdown."""
+    several = record.get("study", record["command"]).splitlines()
     block = "```{code-block} sh\n:class: command\n\n" + "\n".join(map(wrapped, several)) + "\n```"
     return block if len(
         several) <= 2 else f":::{{dropdown}} The {len(several)} commands\n{block}\n:::"

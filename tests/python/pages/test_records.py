@@ -98,6 +98,7 @@ def test_wrapped_commands_of_records_are_valid_shell(records):
     assert len(lines) > 1 and max(map(len, lines)) <= 84 and shlex.split(
         " ".join(lines)) == shlex.split(command)
     assert "dropdown" not in pages.commands({"command": "one\ntwo"})
+    assert "python" not in pages.commands({"command": "python b.py", "study": "make experiments"})
     assert ":::{dropdown} The 3 commands" in pages.commands({"command": "one\ntwo\nthree"})
 
 
@@ -121,10 +122,15 @@ MIDX | midx | 1.0
     lines = comparison(text, {"words.json": record}.__getitem__).splitlines()
     assert lines[0] == "| sampler | paper | here | ranking |"
     assert lines[2:] == ["| 1-gram | 1.3 | 1.6 | 1.1 |", "| MIDX | 1.0 | 1.2 |  |"]
-    with pytest.raises(ValueError, match="expected a row 'sphere' .* in the record of 'words.py'"):
-        comparison(text.replace("| midx |", "| sphere |"), {"words.json": record}.__getitem__)
-    with pytest.raises(ValueError, match="expected a cell for each column without a record"):
-        comparison(text.replace(" | 1.3", ""), {"words.json": record}.__getitem__)
+    for old, new, message in (("| midx |", "| sphere |",
+                               "expected a row 'sphere' in one of the records, got none"),
+                              ("json: ratio\n", "json: ration\n",
+                               "expected a column 'ration' in the record of 'words.py'"),
+                              ("{}, ranking", "{}, rank",
+                               "expected some of the rows in column 'ranking', got none"),
+                              (" | 1.3", "", "expected a cell for each column without a record")):
+        with pytest.raises(ValueError, match=message):
+            comparison(text.replace(old, new), {"words.json": record}.__getitem__)
 
 
 @pytest.mark.slow

@@ -7,67 +7,46 @@ import json
 import math
 import shlex
 import shutil
-import subprocess
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import partial
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 
-from common.records import add_json, report, shown_words, table
-from common.runs import INTERRUPTED, Runs
+import xsoftmax as xs
+from common import ROOT
+from common.methods import EXACT
+from common.processes import run_program
+from common.records import add_json, commit, report, shown_words, table
+from common.runs import Runs
 from common.timing import interleave
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # for the package `examples`
 
 from examples.common.errors import DIVERGED
 
 LEARNING_RATES = (2e-3, 4e-3, 8e-3, 16e-3)
-EXACT = ["--loss", "exact"]
-PLAIN = ("--estimator", "sampled_softmax")
-RANKING = ("--estimator", "ranking")
-# cheap compared with an encoder; the proposal is closer to the softmax than with 64 and 500
-MIDX = ("--codewords", "256", "--refresh-every", "100")
-
-# The samplers that Chen et al. (2025) compare. midx has the residual quantiser, midx_pq the product
-# quantiser.
-PAPER_SAMPLERS = ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx")
-
-
-def private(sampler: str, samples: int, *more: str) -> list[str]:
-    """Returns the options of a sampler that draws for each query."""
-    static = ("--private",) if sampler in ("uniform", "unigram") else ()
-    return sampled(sampler, str(samples), 0, *static, *more)
-
-
-def sampled(sampler: str, samples: str, head: int = 0, *more: str) -> list[str]:
-    options = [
-        *(() if "--estimator" in more else PLAIN), *more, *(MIDX if "midx" in sampler else ())
-    ]
-    return [
-        "--loss", "sampled", "--sampler", *sampler.split(), "--samples", *samples.split(), "--head",
-        str(head), *options
-    ]
-
-
-def cane(source: str, candidates: int, *more: str) -> list[str]:
-    """Returns the options of CANE; `more` overrides the default of one uniform noise."""
-    return [
-        "--loss", "cane", "--candidates-from", source, "--candidates",
-        str(candidates), "--noises", "1", "--noise", "uniform", "--noise-reduction", "mean_of_logs",
-        *more
-    ]
 
 
 def last_line(log: Path) -> str:
     return (log.read_text().strip().splitlines() or [""])[-1]
 
 
-class Study:
+def upkeep(run: Any) -> float:
+    """Returns a step's share of the seconds of work that is not done in each step."""
+    linear, work = getattr(run.loss, "linear", None), []
+    for part in run.loss.modules():
+        if isinstance(part, xs.samplers.AdaptiveSampler):
+            refresh = partial(part.refresh, linear.weight.detach(), linear.bias)
+            work.append((refresh, run.args.refresh_every))
+        elif isinstance(part, xs.BeamTreeLoss) and part.balance_every:
+            work.append((part.balance, part.balance_every))
+    return sum(
+        interleave({"": one}, repeats=3, warmup=1)[""] / every for one, every in work if every)
+
+
+class ExampleRuns:
     """Runs the train.py of an example with checkpoints, so that the same command continues after an
     interruption.
 
@@ -80,20 +59,17 @@ class Study:
     def __init__(self, example: str, args: argparse.Namespace, common: list[str],
                  cost: Callable[[dict], float]):
         self.example, self.args = example, args
-        self.options = ["--data", args.data, "--schedule", "cosine", *common, *args.options]
+        # A run is found again by the name of its data and by what is in it.
+        self.options = [
+            "--data",
+            str(Path(args.data).absolute()), "--schedule", "cosine", *common, *args.options
+        ]
         self.common = ["--threads", str(args.threads), *self.options]
         self.program = importlib.import_module(f"examples.{example}.train")
         self.cost = lambda run: math.inf if "failed" in run else cost(run)
-
-    @cached_property
-    def dataset(self):
-        return self.program.load_data(self.program.parse_arguments(self.common))
-
-    @cached_property
-    def runs(self) -> Runs:
-        # the name of a folder does not say what is in it
+        self.dataset = self.program.load_data(self.program.parse_arguments(self.common))
         options = [*shown_words(self.options), f"{self.dataset.fingerprint:08x}"]
-        return Runs(self.args.runs or self.args.out / "runs.jsonl", options, self.args.threads)
+        self.runs = Runs(args.runs or args.out / "runs.jsonl", options, args.threads)
 
     def train(self, name: str, method: list[str], lr: float, epochs: float, seed: int = 1) -> dict:
         """Returns the metrics of one run, after running or resuming it if necessary."""
@@ -104,8 +80,6 @@ class Study:
         key = zlib.crc32(shlex.join([*self.runs.options, *options]).encode())
         folder = self.args.out / f"{name.replace(',', '').replace(' ', '-')}-lr{lr:g}-{key:08x}"
         checkpoint, log = folder / "checkpoint.pt", folder / "log.txt"
-        if self.args.read_only:
-            return {"failed": "not run"}
         command = [
             sys.executable,
             str(ROOT / "examples" / self.example / "train.py"), *self.common, *options, "--output",
@@ -113,17 +87,16 @@ class Study:
             str(checkpoint), *(["--resume"] if checkpoint.is_file() else [])
         ]
         folder.mkdir(parents=True, exist_ok=True)
+        code_version = commit()
         with open(log, "a") as file:
-            code = subprocess.run(command, stdout=file, stderr=file).returncode
-        if code == INTERRUPTED:
-            raise KeyboardInterrupt
+            code = run_program(command, stdout=file, stderr=file)
         if code == DIVERGED:
             found = {"failed": last_line(log)}
         elif code != 0:
             raise SystemExit(f"{shlex.join(command)}: exit {code}, see {log}: {last_line(log)}")
         else:
             found = json.loads((folder / "history.json").read_text())["runs"][0]
-        self.runs.add(shlex.join(options), found)
+        self.runs.add(shlex.join(options), found, code_version)
         shutil.rmtree(folder)  # tens of megabytes that are no longer needed
         return found
 
@@ -178,16 +151,18 @@ class Study:
             return dict(zip(methods, pool.map(search, methods)))
 
     def step_times(self, methods: dict[str, list[str]]) -> dict[str, float]:
-        """Returns the median seconds of a training step, including the encoder, with all methods
-        interleaved. As medians they exclude refreshes of a sampler's index, which are rare. The
+        """Returns the median seconds of a training step, including the encoder and a step's share
+        of refreshing the sampler's index or balancing the tree, with all methods interleaved. The
         machine has to be idle otherwise.
         """
         torch.set_num_threads(self.args.threads)
-        steps = {}
+        runs = {}
         for name, method in methods.items():
             args = self.program.parse_arguments([*self.common, *method])
-            steps[name] = self.program.Run(args.loss[0], self.dataset, args).step
-        return interleave(steps, repeats=31, warmup=6)
+            runs[name] = self.program.Run(args.loss[0], self.dataset, args)
+        medians = interleave({name: run.step for name, run in runs.items()}, repeats=31, warmup=6)
+        # The steps between two refreshes are many, so a median of a few steps excludes them.
+        return {name: medians[name] + upkeep(run) for name, run in runs.items()}
 
     def show(self, rows: list[dict], columns: list[str], curves: dict) -> None:
         """Reports the rows, without columns that no row has, and the plot of `curves`."""
@@ -225,8 +200,6 @@ def make_parser(description: str, example: str, epochs: int,
                         "(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run (default: "
                         "%(default)s)")
-    parser.add_argument("--read-only", action="store_true", help="start no runs; show existing "
-                        "results")
     add_json(parser)
     return parser
 
@@ -243,7 +216,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace,
+def choose(parser: argparse.ArgumentParser, args: argparse.Namespace,
            methods: dict[str, list[str]]) -> dict[str, list[str]]:
     """Returns the methods of --only, after the exact loss, with which they are compared."""
     unknown = set(args.only or []) - set(methods)
