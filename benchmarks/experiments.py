@@ -206,7 +206,7 @@ def scale_numbers(command: str, scale: float) -> str:
     return re.sub(r"\{n:(\d+)\}", lambda found: str(max(1, round(scale * int(found[1])))), command)
 
 
-def words(command: str, scale: float, places: dict[str, str]) -> list[str]:
+def split_command(command: str, scale: float, places: dict[str, str]) -> list[str]:
     """Returns the words of a command with its placeholders replaced."""
     parts = shlex.split(scale_numbers(command, scale))
     for name, place in places.items():
@@ -214,20 +214,20 @@ def words(command: str, scale: float, places: dict[str, str]) -> list[str]:
     return parts
 
 
-def interpreter(rival: str, args: argparse.Namespace) -> Path | None:
+def find_interpreter(rival: str, args: argparse.Namespace) -> Path | None:
     """Returns the interpreter of a rival, if --rivals has it."""
     found = args.rivals / rival / "bin/python" if args.rivals else None
     return found if found and found.exists() else None
 
 
-def missing(part: Part, args: argparse.Namespace) -> str:
+def name_missing(part: Part, args: argparse.Namespace) -> str:
     """Returns which data sets and environments are missing; an empty text if none."""
     data = [
         pattern for one in part.data()
         for pattern in ([f"{DATA[one]}/{name}" for name in FILES.get(one, ())] or [DATA[one]])
         if not any(args.data.glob(pattern))
     ]
-    rivals = [one for one in part.needs if interpreter(one, args) is None]
+    rivals = [one for one in part.needs if find_interpreter(one, args) is None]
     return "; ".join([
         *([f"{args.data} has no {', '.join(data)}"] if data else []),
         *([f"--rivals has no environment {', '.join(rivals)}"] if rivals else [])
@@ -247,17 +247,17 @@ def call(command: list[str]) -> None:
 def command_of(name: str, parts: list[Part], args: argparse.Namespace) -> str:
     """Returns the command that repeats the records of these parts of a study."""
     names = " ".join(part.name for part in parts)
+    rivals = [one for part in parts for one in part.rivals if find_interpreter(one, args)]
     return " ".join([
         f"make experiments NAME={name}",
         *([f"PARTS={shlex.quote(names)}"] if len(parts) < len(STUDIES[name].parts) else []),
         *(["DATA=FOLDER"] if any(part.data() for part in parts) else []),
-        *(["RIVALS=FOLDER"] if any(interpreter(one, args) for part in parts
-                                   for one in part.rivals) else []),
+        *(["RIVALS=FOLDER"] if rivals else []),
         *([f"BUDGET={args.budget:g}"] if args.budget else [])
     ])
 
 
-def shortened(part: Part, scale: float, budget: float, others: bool) -> str:
+def describe_budget(part: Part, scale: float, budget: float, others: bool) -> str:
     """Says by how much a budget shortens a part, beside other libraries or not; an empty text if it
     does not."""
     text = " ".join(part.commands)
@@ -286,7 +286,7 @@ def run(name: str, part: Part, scale: float, args: argparse.Namespace) -> dict:
                   "out": str(out), "runs": str(args.records / "runs" / f"{name}.{part.name}.jsonl")
               }
     record = args.records / f"{name}.{part.name}.json"
-    *before, last = (words(command, scale, places) for command in part.commands)
+    *before, last = (split_command(command, scale, places) for command in part.commands)
     for number, command in enumerate(before, 1):
         finished, checkpoint = out / f"finished.{number}", out / "model.ckpt"
         if not finished.is_file():
@@ -295,7 +295,7 @@ def run(name: str, part: Part, scale: float, args: argparse.Namespace) -> dict:
             finished.touch()
     at = last.index("--") if "--" in last else len(last)  # the options of the examples follow "--"
     rivals = [
-        word for rival in part.rivals if (found := interpreter(rival, args))
+        word for rival in part.rivals if (found := find_interpreter(rival, args))
         for word in (RIVALS[rival], str(found))
     ]
     call([*last[:at], *rivals, *shlex.split(args.more), "--json", str(record), *last[at:]])
@@ -305,21 +305,21 @@ def run(name: str, part: Part, scale: float, args: argparse.Namespace) -> dict:
 def run_all(name: str, parts: list[Part], args: argparse.Namespace) -> bool:
     """Makes the records of the parts whose data is there. Returns whether it made any, and none
     failed."""
-    ready = [part for part in parts if not missing(part, args)]
+    ready = [part for part in parts if not name_missing(part, args)]
     minutes = sum(part.minutes for part in ready)
     scale = min(1.0, args.budget / minutes) if args.budget and ready else 1.0
     well = bool(ready)
     for part in parts:
         label, path = f"{name}.{part.name}", args.records / f"{name}.{part.name}.json"
         if part not in ready:
-            print(f"{label}: left out, since {missing(part, args)}", flush=True)
+            print(f"{label}: left out, since {name_missing(part, args)}", flush=True)
             continue
-        rivals = {one: interpreter(one, args) for one in part.rivals}
+        rivals = {one: find_interpreter(one, args) for one in part.rivals}
         if args.rivals and (absent := [one for one, python in rivals.items() if not python]):
             print(
                 f"{label}: without {', '.join(absent)}, since {args.rivals} has no such "
                 "environment", flush=True)
-        budget = shortened(part, scale, args.budget, any(rivals.values()))
+        budget = describe_budget(part, scale, args.budget, any(rivals.values()))
         if scale < 1 and not budget:
             print(f"{label}: about {part.minutes:g} minutes, whatever the budget", flush=True)
         try:

@@ -111,6 +111,7 @@ CASES = {
     "midx_labels.generated": "--scale .01 --samples 5 --lr .01 --seeds 2 --only full midx",
     "pecos_ablation.settings": "--seeds 1", "parallel_trees.threads": "--repeats 1 --scale .02"
 }
+RECORD = {"tables": [{"title": "", "columns": ["method", "step"], "rows": [["lsh", "7 ms"]]}]}
 
 
 @pytest.mark.slow
@@ -267,7 +268,7 @@ def test_a_part_that_fails_does_not_end_the_study(experiments, monkeypatch, tmp_
         made.append(command)
         if len(made) == 1:
             raise experiments.Failed("exit 7")
-        (records / "midx_ablation.time.json").write_text("{}")
+        (records / "midx_ablation.time.json").write_text(json.dumps(RECORD))
 
     (tmp_path / "ptb").mkdir()
     for split in ("train", "valid", "test"):
@@ -284,6 +285,7 @@ def test_a_part_that_fails_does_not_end_the_study(experiments, monkeypatch, tmp_
     assert ended.value.code == 1 and len(made) == 2
     printed = capsys.readouterr().out
     assert "midx_ablation.ptb: exit 7" in printed and "midx_ablation.time.json" in printed
+    assert "| lsh    | 7 ms |" in printed
 
 
 @pytest.mark.slow
@@ -338,6 +340,33 @@ def test_studies_are_listed_and_wrong_names_refused(experiments, tmp_path):
         tmp_path, tmp_path, "midx_items", "--parts", "x").stderr
     assert "--budget: expected minutes above 0" in run(tmp_path, tmp_path, "midx_items", "--budget",
                                                        "0").stderr
+    (tmp_path / "file").touch()
+    assert "--records: expected a folder" in run(tmp_path, tmp_path, "midx_items", "--records",
+                                                 str(tmp_path / "file")).stderr
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_rivals_that_are_not_there_are_named(experiments, monkeypatch, tmp_path, capsys, there):
+    def call(command):
+        assert ("--vw-python" in command) == there
+        (tmp_path / "cane_classes.gaussians.json").write_text(json.dumps(RECORD))
+
+    if there:
+        (tmp_path / "rivals/vw/bin").mkdir(parents=True)
+        (tmp_path / "rivals/vw/bin/python").touch()
+    monkeypatch.setattr(experiments, "call", call)
+    monkeypatch.setattr(sys, "argv", [
+        "experiments.py", "cane_classes", "--parts", "gaussians", "--rivals",
+        str(tmp_path / "rivals"), "--budget", "30", "--records",
+        str(tmp_path)
+    ])
+    experiments.main()
+    assert ("gaussians: without vw, since " in capsys.readouterr().out) != there
+    found = json.loads((tmp_path / "cane_classes.gaussians.json").read_text())
+    assert found["study"] == ("make experiments NAME=cane_classes PARTS=gaussians " +
+                              "RIVALS=FOLDER " * there + "BUDGET=30")
+    assert found["budget"] == ("30 minutes: 0.1 of the study's epochs" +
+                               "; other libraries with all of theirs" * there)
 
 
 def test_the_command_of_a_record_repeats_it(experiments, monkeypatch, tmp_path):
@@ -349,7 +378,7 @@ def test_the_command_of_a_record_repeats_it(experiments, monkeypatch, tmp_path):
 
     def call(given):
         record.parent.mkdir(exist_ok=True)
-        record.write_text("{}")
+        record.write_text(json.dumps(RECORD))
 
     monkeypatch.setattr(experiments, "call", call)
     monkeypatch.setattr(
@@ -380,8 +409,8 @@ def test_budgets_of_records_are_those_of_their_commands(experiments):
 
 
 def test_numbers_are_scaled(experiments):
-    words = experiments.words("train.py --epochs {e:20} --search {n:3} --rows {n:300} '{out} a'",
-                              0.01, {"out": "here"})
+    words = experiments.split_command(
+        "train.py --epochs {e:20} --search {n:3} --rows {n:300} '{out} a'", 0.01, {"out": "here"})
     assert words == "train.py --epochs 0.2 --search 1 --rows 3".split() + ["here a"]
 
 
