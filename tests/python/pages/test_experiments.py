@@ -340,9 +340,16 @@ def test_studies_are_listed_and_wrong_names_refused(experiments, tmp_path):
         tmp_path, tmp_path, "midx_items", "--parts", "x").stderr
     assert "--budget: expected minutes above 0" in run(tmp_path, tmp_path, "midx_items", "--budget",
                                                        "0").stderr
+
+
+def test_records_need_a_folder(experiments, monkeypatch, tmp_path, capsys):
     (tmp_path / "file").touch()
-    assert "--records: expected a folder" in run(tmp_path, tmp_path, "midx_items", "--records",
-                                                 str(tmp_path / "file")).stderr
+    monkeypatch.setattr(sys, "argv",
+                        ["experiments.py", "midx_distance", "--records",
+                         str(tmp_path / "file")])
+    with pytest.raises(SystemExit):
+        experiments.main()
+    assert "--records: expected a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("there", [False, True])
