@@ -16,7 +16,8 @@ in the same way for all methods, by validation perplexity: long runs begin with 
 short runs, and go on with lower or with higher ones as long as these are better; the best is used,
 with --seeds seeds; the table shows means and standard errors. This takes hours. Runs share the
 machine (--jobs), so their own times are not meaningful; the time of a step is measured separately,
-on --threads threads, with interleaved methods (`--time`, on an otherwise idle machine).
+on --threads threads, with interleaved methods (`--time`, on an otherwise idle machine); a step's
+share of refreshing the sampler's index is added.
 Options after `--` are passed to the example in all runs. Candidates: how many the subsets of the
 words of the text have on average, which is less than --candidates where subsets have fewer words.
 """
