@@ -185,8 +185,8 @@ def test_linear_models_are_compared_with_libpecos_and_omikuji(data, tmp_path):
             sides["xsoftmax"]["seconds"]["train"] / sides["libpecos"]["seconds"]["train"])
     # The labels of a document have the topic of its words, which frequent labels have not.
     precise = found["results"]["delicious"]
-    assert min(precise["libpecos"]["P@1"], precise["xsoftmax"]["P@1"]) > 90
-    assert precise["omikuji"]["P@1"] < 50
+    assert min(precise["libpecos"]["P@1"], precise["xsoftmax"]["P@1"]) > 40
+    assert precise["omikuji"]["P@1"] < 20
 
 
 def test_every_part_has_a_case_or_needs_another_library(experiments):
@@ -288,19 +288,25 @@ def test_a_part_that_fails_does_not_end_the_study(experiments, monkeypatch, tmp_
     assert "| lsh    | 7 ms |" in printed
 
 
+def take_sigint():
+    """Lets a new process end by Ctrl-C, which those in the background of a shell ignore."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 def test_a_study_that_ctrl_c_ends_goes_on_from_there(data, tmp_path):
     """The signal goes to all processes, as from a terminal."""
     arguments = [
         "midx_items", "--parts", "beauty", "--budget", "0.1", "--more",
-        "--seeds 2 --rates .004 .008 --only '64 private uniform'"
+        "--seeds 1 --rates .004 --only '64 private uniform'"
     ]
     study = subprocess.Popen([
         sys.executable,
         str(ROOT / "benchmarks/experiments.py"), *arguments, "--data",
         str(data), "--records",
         str(tmp_path)
-    ], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    ], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+                             preexec_fn=take_sigint)
     kept = tmp_path / "runs/midx_items.beauty.jsonl"
     while not kept.is_file() or not kept.read_text().endswith("\n"):
         assert study.poll() is None
