@@ -17,9 +17,9 @@ As in Han et al. (2018), section 7.1, only the last layer is trained. For each m
 rows. The table shows means and standard errors. Coverage is the fraction of test targets among the
 candidates of the beam. "Edges as in the paper" means that edges are never balanced
 (BeamTreeLoss.balance). Finished runs are kept in --runs and not repeated. --vw-python names an
-interpreter with vowpalwabbit and numpy, to train its methods on the same features. Their learning
-rates, and the swap resistance of LOMTree, are chosen in the same way, after one pass (the paper's
-appendix D).
+interpreter with vowpalwabbit and numpy, to train its methods on the same features, with --vw-epochs
+passes. Their settings are learning rates and, for LOMTree, swap resistances; if they are more than
+--finalists, the best after one pass are trained to the end (the paper's appendix D).
 """
 
 import argparse

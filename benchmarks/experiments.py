@@ -257,22 +257,26 @@ def command_of(name: str, parts: list[Part], args: argparse.Namespace) -> str:
     ])
 
 
-def describe_budget(part: Part, scale: float, budget: float, others: bool) -> str:
-    """Says by how much a budget shortens a part, beside other libraries or not; an empty text if it
-    does not."""
+def describe_budget(part: Part, scale: float, budget: float, rivals: bool) -> str:
+    """Says by how much a budget shortens a part; an empty text if it does not.
+
+    Args:
+        rivals: whether the part also measures other libraries, whose epochs are not scaled.
+    """
     text = " ".join(part.commands)
     if scale == 1 or not re.search(r"\{[en]:", text):
         return ""
     least = any(float(count) * scale < 0.5 for count in re.findall(r"\{n:(\d+)\}", text))
     return (f"{budget:g} minutes: {scale:.2g} of the study's epochs" +
             (", but at least one" if least else "") +
-            ("; other libraries with all of theirs" if others else ""))
+            ("; other libraries with all of theirs" if rivals else ""))
 
 
 def folder_of(part: Part, scale: float, args: argparse.Namespace) -> str:
-    """Returns the name of a folder for what the commands make from the data: another one for other
-    data, commands or budgets."""
-    depends = [scale_numbers(command, scale) for command in part.commands
+    """Returns the name of a folder for files that the commands make from the data: another one for
+    other data, budgets or preparing commands. The last command only reads what is in it, or names
+    its files by its options."""
+    depends = [scale_numbers(command, scale) for command in part.commands[:-1]
                ] + [checksum(args.data / DATA[name]) for name in part.data()]
     return f"{scale:.3g}-{zlib.crc32(' '.join(depends).encode()):08x}"
 
@@ -365,8 +369,8 @@ def main() -> None:
         "record, such as --more='--rates .004 --only exact'")
     args = parser.parse_args()
     if args.out is None:
-        here = args.records == parser.get_default("records")
-        args.out = Path("out/experiments") if here else args.records / "out"
+        ours = args.records.resolve() == parser.get_default("records").resolve()
+        args.out = Path("out/experiments") if ours else args.records / "out"
     args.data, args.out, args.records = (path.absolute()
                                          for path in (args.data, args.out, args.records))
     args.rivals = args.rivals and args.rivals.absolute()

@@ -160,8 +160,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     problem = load(args)
-    made = f"{SHAPES[SHAPE]} x {args.scale:g}, {INFORMATIVE:g} informative"
-    source = checksum(args.delicious) if args.delicious else made
+    generated_from = f"{SHAPES[SHAPE]} x {args.scale:g}, {INFORMATIVE:g} informative"
+    source = checksum(args.delicious) if args.delicious else generated_from
     runs = Runs(args.runs, [problem.name, source], args.threads)
 
     def train(method: str, lr: float, epochs: int, seed: int = 1) -> dict[str, float]:

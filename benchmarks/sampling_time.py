@@ -29,7 +29,7 @@ MOST_EXACT = 1 << 30  # scores
 
 
 def refresh_seconds(sampler: xs.samplers.AdaptiveSampler, weight: torch.Tensor) -> float:
-    """Returns the median time of a refresh after a change of `weight`, which changes it."""
+    """Returns the median seconds of a refresh. Adds noise to `weight` before each."""
     sampler.refresh(weight)
     seconds = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What the programs of this folder share. Importing it makes the package `examples` importable."""
+"""Modules that benchmarks share. Importing the package makes `examples` importable."""
 
 import sys
 from pathlib import Path

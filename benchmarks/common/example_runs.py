@@ -8,11 +8,12 @@ import math
 import shlex
 import shutil
 import sys
+import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 import torch
 
@@ -70,6 +71,7 @@ class ExampleRuns:
         self.dataset = self.program.load_data(self.program.parse_arguments(self.common))
         options = [*shown_words(self.options), f"{self.dataset.fingerprint:08x}"]
         self.runs = Runs(args.runs or args.out / "runs.jsonl", options, args.threads)
+        self.stopped = threading.Event()
 
     def train(self, name: str, method: list[str], lr: float, epochs: float, seed: int = 1) -> dict:
         """Returns the metrics of one run, after running or resuming it if necessary."""
@@ -88,6 +90,8 @@ class ExampleRuns:
         ]
         folder.mkdir(parents=True, exist_ok=True)
         code_version = commit()
+        if self.stopped.is_set():
+            raise KeyboardInterrupt
         with open(log, "a") as file:
             code = run_program(command, stdout=file, stderr=file)
         if code == DIVERGED:
@@ -101,8 +105,17 @@ class ExampleRuns:
         return found
 
     def map(self, runs: list[tuple]) -> list[dict]:
+        return self.in_threads(lambda run: self.train(*run), runs)
+
+    def in_threads(self, work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """Returns the results of --jobs threads. After Ctrl-C, which only the main thread notices,
+        the others start no further training."""
         with ThreadPoolExecutor(self.args.jobs) as pool:
-            return list(pool.map(lambda run: self.train(*run), runs))
+            try:
+                return list(pool.map(work, items))
+            except KeyboardInterrupt:
+                self.stopped.set()
+                raise
 
     def long_runs(self, methods: dict[str, list[str]]) -> list[tuple[str, float, list[dict]]]:
         """Returns for each method its name, its best learning rate, and the metrics of the long
@@ -147,8 +160,7 @@ class ExampleRuns:
                     at += step
             return order[at], runs[order[at]]
 
-        with ThreadPoolExecutor(self.args.jobs) as pool:
-            return dict(zip(methods, pool.map(search, methods)))
+        return dict(zip(methods, self.in_threads(search, methods)))
 
     def step_times(self, methods: dict[str, list[str]]) -> dict[str, float]:
         """Returns the median seconds of a training step, including the encoder and a step's share

@@ -143,10 +143,11 @@ def generated(train: int, test: int, features: int, labels: int, labels_each: fl
     rows = np.repeat(np.arange(n), counts)
     Y = ones(rows, zipf(labels, counts.sum()), (n, labels))
     Y.data[:] = 1
-    own = int(informative * features_each)
-    mine = Y.indptr[:-1, None] + (random.random((n, own)) * np.diff(Y.indptr)[:, None]).astype(int)
+    informative_count = int(informative * features_each)
+    mine = Y.indptr[:-1, None] + (random.random(
+        (n, informative_count)) * np.diff(Y.indptr)[:, None]).astype(int)
     chosen = features_of_label[Y.indices[mine], random.integers(0, 30, mine.shape)]
-    others = zipf(features, (n, features_each - own))
+    others = zipf(features, (n, features_each - informative_count))
     columns = np.hstack([chosen, others])
     X = tf_idf(ones(np.repeat(np.arange(n), columns.shape[1]), columns.ravel(), (n, features)))
     return {"train": (X[:train], Y[:train]), "test": (X[train:], Y[train:])}

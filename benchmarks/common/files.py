@@ -1,4 +1,4 @@
-"""Checksums of data, for the names of what is made from it."""
+"""Computes checksums of data files."""
 
 import zlib
 from pathlib import Path

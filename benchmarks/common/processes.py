@@ -1,5 +1,6 @@
-"""Programs that start others, and how Ctrl-C ends them."""
+"""Starts programs, and ends with them after Ctrl-C."""
 
+import signal
 import subprocess
 from typing import Callable
 
@@ -23,6 +24,7 @@ def run_program(command: list[str], **options) -> int:
             process.wait()
         except KeyboardInterrupt:
             interrupted = True
-    if interrupted or process.returncode == INTERRUPTED:
+    # A program that Ctrl-C ends before it handles the signal has the negative code.
+    if interrupted or process.returncode in (INTERRUPTED, -signal.SIGINT):
         raise KeyboardInterrupt
     return process.returncode

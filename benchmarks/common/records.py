@@ -52,8 +52,9 @@ def commit() -> str:
     """Returns the short hash of the commit, followed by + if tracked files other than records have
     changed; "" outside a repository."""
     def git(*arguments: str) -> str:
-        found = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True,
-                               text=True)
+        found = subprocess.run(["git", "--no-optional-locks", *arguments],
+                               cwd=Path(__file__).parent, capture_output=True, text=True,
+                               start_new_session=True)  # Ctrl-C does not end it
         return found.stdout.strip() if found.returncode == 0 else ""
 
     return git("rev-parse", "--short=12", "HEAD") + ("+" if git(

@@ -1,6 +1,8 @@
 """benchmarks/common: the finished runs of a study, and the search for learning rates."""
 
 import importlib
+import sys
+from pathlib import Path
 
 import pytest
 from documents import ROOT
@@ -55,12 +57,50 @@ def test_finished_runs_are_those_of_the_same_options(common, tmp_path):
             Runs(path, ["ptb", "0123"], 1)
 
 
-def test_a_run_has_the_commit_at_its_start(common, tmp_path, monkeypatch):
-    runs = common("runs").Runs(tmp_path / "runs.jsonl", [], 1)
-    monkeypatch.setattr(common("records"), "commit", lambda: "later")
-    runs.add("of this program", {})
-    runs.add("of an example", {}, "0123")
-    assert runs.about()["commit"] == sorted([common("records").COMMIT, "0123"])
+def test_a_run_has_the_commit_at_its_start(common, examples, tmp_path, monkeypatch):
+    write_text(tmp_path / "ptb", "a b c\n")
+    module, now = common("example_runs"), ["before"]
+
+    def run_program(command, **_):
+        now[0] = "after"
+        folder = Path(command[command.index("--output") + 1])
+        (folder / "history.json").write_text('{"runs": [{"cost": 1}]}')
+        return 0
+
+    monkeypatch.setattr(module, "commit", lambda: now[0])
+    monkeypatch.setattr(module, "run_program", run_program)
+    one = examples(tmp_path / "ptb")
+    assert one.train("exact", [], 0.1, 1) == {"cost": 1}
+    assert one.runs.about()["commit"] == ["before"]
+    assert not list(tmp_path.glob("exact*"))  # the checkpoint of a finished run is not kept
+
+
+def test_no_training_begins_after_ctrl_c(common, examples, tmp_path, monkeypatch):
+    write_text(tmp_path / "ptb", "a b c\n")
+    begun = []
+
+    def run_program(command, **_):
+        begun.append(command)
+        raise KeyboardInterrupt  # as after a program that Ctrl-C has ended
+
+    monkeypatch.setattr(common("example_runs"), "run_program", run_program)
+    one = examples(tmp_path / "ptb", "--jobs", "1", "--rates", "0.1")
+    with pytest.raises(KeyboardInterrupt):
+        one.map([("exact", [], 0.1, 1, seed) for seed in (1, 2, 3)])
+    assert one.stopped.is_set()
+    count = len(begun)
+    with pytest.raises(KeyboardInterrupt):
+        one.train("exact", [], 0.1, 1, 4)
+    assert len(begun) == count
+
+
+def test_a_program_that_ctrl_c_ends_raises_it(common):
+    run_program = common("processes").run_program
+    assert run_program([sys.executable, "-c", "raise SystemExit(7)"]) == 7
+    for end in ("raise SystemExit(130)", "import os; os.kill(os.getpid(), 2)"):
+        default = "import signal; signal.signal(2, signal.SIG_DFL); "
+        with pytest.raises(KeyboardInterrupt):
+            run_program([sys.executable, "-c", default + end])
 
 
 def test_other_data_of_the_same_name_has_its_own_runs(examples, tmp_path):
