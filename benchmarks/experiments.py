@@ -12,8 +12,8 @@ folder of --records a study begins from nothing, and leaves those of the reposit
 --budget scales the numbers of epochs, so that the study takes about so many minutes on one core;
 the records then say so. Very small budgets are exceeded, because each training starts, takes at
 least one step, or one epoch of classifiers, and is evaluated; and other libraries take all of their
-epochs. Data sets are folders of --data (see docs/experiments/data.md);
-a part whose data is missing is left out with a message.
+epochs. Data sets are folders of --data (see docs/experiments/data.md); a part whose data is missing
+is left out with a message.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from pathlib import Path
 
 from common import ROOT
 from common.files import checksum
+from common.methods import PAPER_SAMPLERS
 from common.processes import run_program
 
 DATA = {
@@ -99,12 +100,10 @@ TUNED = " --data {ptb} " + TIMED + "--epochs {e:8} --search-epochs {e:1}" + SMAL
 CURVES = " --eval-epochs {e:2}"
 NOVELS = " --data {novels} " + TIMED + "--epochs {e:0.5} --rates .004 --only "
 SHORT = SMALL + " --eval-epochs {e:0.05} --eval-tokens 100000 --min-count "
-SAMPLERS = "".join(f"'20 private {name}, ranking' "
-                   for name in ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx"))
+SAMPLERS = "".join(f"'20 private {name}, ranking' " for name in PAPER_SAMPLERS)
 TABLE_OF_NOVELS = (LANGUAGE + "table" + NOVELS + SAMPLERS + "'512 shared unigram, head 512' "
                    "'head 64 + 64 private midx, ranking'" + SHORT + "5")
-PRIVATE = " ".join(f"'64 private {name}'"
-                   for name in ("uniform", "unigram", "lsh", "sphere", "rff", "midx_pq", "midx"))
+PRIVATE = " ".join(f"'64 private {name}'" for name in PAPER_SAMPLERS)
 ITEMS = "benchmarks/recommend.py " + KEPT + "--epochs {e:20} --search-epochs {e:5} --seeds "
 BEAUTY = (ITEMS + "3 --data {beauty} --only " + PRIVATE + " '64 private midx, ranking' "
           "'512 shared uniform' '512 shared unigram' -- ")

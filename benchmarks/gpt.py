@@ -11,7 +11,6 @@ interruption. The last table is the advice of `xs.advise` for a batch of the fir
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 
 import xsoftmax as xs
 from common import ROOT
+from common.processes import interruptible, run_program
 from common.records import add_json, plot, report, table
 from common.timing import interleave
 
@@ -44,7 +44,7 @@ def train(args: argparse.Namespace) -> dict:
     ]
     args.out.mkdir(parents=True, exist_ok=True)
     with open(args.out / "log.txt", "a") as log:
-        code = subprocess.run(command, stdout=log, stderr=log).returncode
+        code = run_program(command, stdout=log, stderr=log)
     if code != 0:
         raise SystemExit(f"{' '.join(command)}: exit {code}, see {args.out / 'log.txt'}")
     return json.loads((args.out / "history.json").read_text())
@@ -133,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interruptible(main)

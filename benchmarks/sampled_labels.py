@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Callable
 
 import numpy as np
 import scipy.sparse as sp
@@ -135,6 +136,18 @@ def precisions(model: Model, problem: Problem, part: str) -> dict[str, float]:
     }
 
 
+def choose_setting(train: Callable[[float, int], dict],
+                   args: argparse.Namespace) -> tuple[float, int, list[float]]:
+    """Returns the best learning rate and number of epochs in validation, and the rates that were
+    trained for so many epochs."""
+    found = {(lr, epochs): run["valid"]
+             for epochs in sorted(set(args.epochs))
+             for lr, run in long_trainings(args.lr, train, args.finalists, args.search_epochs,
+                                           epochs).items()}
+    lr, epochs = max(found, key=found.__getitem__)
+    return lr, epochs, [rate for rate, count in found if count == epochs]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -170,12 +183,7 @@ def main() -> None:
 
     rows, ratios, full = [], {}, None
     for method in args.only:
-        found = {(lr, epochs): run
-                 for epochs in sorted(set(args.epochs))
-                 for lr, run in long_trainings(args.lr, partial(train, method), args.finalists,
-                                               args.search_epochs, epochs).items()}
-        lr, epochs = max(found, key=lambda setting: found[setting]["valid"])
-        rates = [rate for rate, count in found if count == epochs]
+        lr, epochs, rates = choose_setting(partial(train, method), args)
         several = [train(method, lr, epochs, seed) for seed in range(1, 1 + args.seeds)]
         tested = {name: [run[name] for run in several] for name in several[0] if name != "valid"}
         full = tested if method == "full" else full

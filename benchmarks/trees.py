@@ -17,7 +17,7 @@ import torch
 import xsoftmax as xs
 from output_layer import NaiveSampled, figure, make_batch, make_table
 from common.records import run_benches
-from common.timing import interleave
+from common.timing import interleave, share
 
 QUERIES, WIDTH, CLASSES = 256, 256, 1_000_000
 
@@ -51,7 +51,7 @@ def bench_step(args) -> list[dict]:
     medians = interleave({name: step(loss)
                           for name, loss in trees.items()} | {"NCE": step(nce)}, args.repeats)
     for name, loss in trees.items():  # add a step's share of balancing
-        medians[name] += interleave({name: loss.balance}, 3, warmup=1)[name] / loss.balance_every
+        medians[name] += share(loss.balance, loss.balance_every)
     return [
         figure(
             "beam tree, 5 candidates + 5 noise samples, N 1M, D 256, with optimizer / NCE, 10 "

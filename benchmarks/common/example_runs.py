@@ -23,7 +23,7 @@ from common.methods import EXACT
 from common.processes import run_program
 from common.records import add_json, commit, report, shown_words, table
 from common.runs import Runs
-from common.timing import interleave
+from common.timing import interleave, share
 
 from examples.common.errors import DIVERGED
 
@@ -35,16 +35,16 @@ def last_line(log: Path) -> str:
 
 
 def upkeep(run: Any) -> float:
-    """Returns a step's share of the seconds of work that is not done in each step."""
-    linear, work = getattr(run.loss, "linear", None), []
+    """Returns a step's share of the seconds of refreshing samplers and balancing trees."""
+    seconds = 0.0
     for part in run.loss.modules():
         if isinstance(part, xs.samplers.AdaptiveSampler):
+            linear = run.loss.linear
             refresh = partial(part.refresh, linear.weight.detach(), linear.bias)
-            work.append((refresh, run.args.refresh_every))
-        elif isinstance(part, xs.BeamTreeLoss) and part.balance_every:
-            work.append((part.balance, part.balance_every))
-    return sum(
-        interleave({"": one}, repeats=3, warmup=1)[""] / every for one, every in work if every)
+            seconds += share(refresh, run.args.refresh_every)
+        elif isinstance(part, xs.BeamTreeLoss):
+            seconds += share(part.balance, part.balance_every)
+    return seconds
 
 
 class ExampleRuns:
@@ -173,7 +173,6 @@ class ExampleRuns:
             args = self.program.parse_arguments([*self.common, *method])
             runs[name] = self.program.Run(args.loss[0], self.dataset, args)
         medians = interleave({name: run.step for name, run in runs.items()}, repeats=31, warmup=6)
-        # The steps between two refreshes are many, so a median of a few steps excludes them.
         return {name: medians[name] + upkeep(run) for name, run in runs.items()}
 
     def show(self, rows: list[dict], columns: list[str], curves: dict) -> None:

@@ -62,6 +62,12 @@ def interleave(runs: dict[str, Callable[[], object]], repeats: int, warmup: int 
     }
 
 
+def share(work: Callable[[], object], every: int) -> float:
+    """Returns a step's share of the seconds of work that is done every `every` steps, which medians
+    of steps exclude; 0: never."""
+    return interleave({"": work}, repeats=3, warmup=1)[""] / every if every else 0.0
+
+
 class PeakMemory:
     """Measures the peak resident memory of the process above that on entry, in bytes, from the
     kernel's high-water mark."""

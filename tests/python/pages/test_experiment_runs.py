@@ -1,11 +1,15 @@
 """benchmarks/common: the finished runs of a study, and the search for learning rates."""
 
+import argparse
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from documents import ROOT
+
+import xsoftmax as xs
 
 
 @pytest.fixture
@@ -134,6 +138,35 @@ def test_the_best_settings_of_short_trainings_are_trained_to_the_end(common):
     assert trained == [(1, 2), (2, 2), (3, 2), (4, 2), (2, 9), (3, 9)]
     trained.clear()
     assert list(long_trainings([1, 2], train, 2, 2, 9)) == [1, 2] and trained == [(1, 9), (2, 9)]
+
+
+def test_epochs_are_chosen_with_the_learning_rate(common):
+    choose_setting = importlib.import_module("sampled_labels").choose_setting
+    valid = {(.1, 1): .3, (.2, 1): .5, (.4, 1): .4, (.2, 5): .7, (.4, 5): .8, (.2, 20): .9,
+             (.4, 20): .6}
+    args = argparse.Namespace(lr=[.1, .2, .4], finalists=2, search_epochs=1, epochs=[20, 5])
+    assert choose_setting(lambda *setting: {"valid": valid[setting]}, args) == (.2, 20, [.2, .4])
+    valid[.4, 5] = .95
+    assert choose_setting(lambda *setting: {"valid": valid[setting]}, args) == (.4, 5, [.4, .2])
+
+
+def test_step_times_include_refreshes_and_balancing(common, monkeypatch):
+    module, done = common("example_runs"), []
+
+    def share(work, every):
+        work()
+        done.append(every)
+        return 1 / every
+
+    monkeypatch.setattr(module, "share", share)
+    sampler = xs.samplers.MidxSampler(30, 4, 2, codewords=4)
+    tree = xs.BeamTreeLoss(4, xs.LabelTree.balanced(30), num_candidates=2, num_noises=2,
+                           balance_every=50)
+    for loss, expected in ((xs.LinearCrossEntropyLoss(4, 30), []),
+                           (xs.SampledSoftmaxLoss(4, 30, sampler=sampler), [100]), (tree, [50])):
+        run = SimpleNamespace(loss=loss, args=SimpleNamespace(refresh_every=100))
+        assert module.upkeep(run) == sum(1 / every for every in expected) and done == expected
+        done.clear()
 
 
 def test_a_checksum_is_that_of_names_and_contents(common, tmp_path):
